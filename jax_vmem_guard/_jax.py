@@ -5,9 +5,16 @@ Every touch names the JAX versions it was seen in. What is missing fails loudly,
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class IncompatibleJax(RuntimeError):
@@ -24,3 +31,231 @@ def _require(obj: Any, name: str) -> Any:
             f"jax_vmem_guard needs `{where}.{name}`, which jax {jax.__version__} does not have; it was seen in jax "
             "0.8.1 to 0.12.0. Install a jax from that range, or a newer jax_vmem_guard."
         ) from None
+
+
+# --- The two seams every compilation passes: pxla.lower_sharding_computation and pxla.MeshComputation.compile ---------
+
+#: What the guard keeps on a lowering; JAX's own attributes are never written.
+_RECORD = "_jax_vmem_guard"
+
+
+def _pxla() -> Any:
+    from jax._src.interpreters import pxla  # 0.8.1 to 0.12.0
+
+    return pxla
+
+
+class Seams:
+    """Replaces the two functions of JAX that lower and compile a program, and puts them back.
+
+    Seen in jax 0.8.1 to 0.12.0: every jit, pjit, AOT and eager computation calls
+    `pxla.lower_sharding_computation(closed_jaxpr, api_name, fun_name, ...)` through the module's attribute, and
+    `pxla.MeshComputation.compile(self, compiler_options=None, *, device_assignment=None)`.
+    """
+
+    LOWER_PARAMETERS = ("closed_jaxpr", "api_name", "fun_name")
+    COMPILE_PARAMETERS = ("self", "compiler_options", "device_assignment")
+
+    def __init__(self) -> None:
+        self._originals: tuple[Any, Any] | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._originals is not None
+
+    def patch(self, on_lower: Callable[..., Any], on_compile: Callable[..., Any]) -> None:
+        """Route lowering through `on_lower(original, *args, **kwargs)` and compilation through
+        `on_compile(original, computation, compiler_options, device_assignment)`.
+
+        Raises:
+          IncompatibleJax: a seam is missing or has another signature.
+        """
+        if self.active:
+            return
+        pxla = _pxla()
+        lower = _require(pxla, "lower_sharding_computation")
+        computation = _require(pxla, "MeshComputation")
+        compile_ = _require(computation, "compile")
+        _assert_parameters(lower, self.LOWER_PARAMETERS)
+        _assert_parameters(compile_, self.COMPILE_PARAMETERS)
+
+        @functools.wraps(lower)
+        def guarded_lower(*args: Any, **kwargs: Any) -> Any:
+            return on_lower(lower, *args, **kwargs)
+
+        @functools.wraps(compile_)
+        def guarded_compile(self: Any, compiler_options: Any = None, *, device_assignment: Any = None) -> Any:
+            return on_compile(compile_, self, compiler_options, device_assignment)
+
+        self._originals = (lower, compile_)
+        pxla.lower_sharding_computation = guarded_lower
+        computation.compile = guarded_compile
+
+    def restore(self) -> None:
+        """Put JAX's own functions back."""
+        if self._originals is None:
+            return
+        pxla = _pxla()
+        pxla.lower_sharding_computation, pxla.MeshComputation.compile = self._originals
+        self._originals = None
+
+
+def _assert_parameters(function: Any, expected: tuple[str, ...]) -> None:
+    found = tuple(inspect.signature(function).parameters)
+    if found[: len(expected)] != expected:
+        raise IncompatibleJax(
+            f"jax_vmem_guard knows `{function.__qualname__}` with the parameters {', '.join(expected)}, but jax "
+            f"{jax.__version__} has {', '.join(found)}. Install a jax from 0.8.1 to 0.12.0, or a newer jax_vmem_guard."
+        )
+
+
+def exclude_from_tracebacks(file: str) -> None:
+    """Leave this file's frames out of JAX's source locations and tracebacks (0.8.1 to 0.12.0)."""
+    from jax._src import source_info_util, traceback_util
+
+    source_info_util.register_exclusion(file)
+    traceback_util.register_exclusion(file)
+
+
+# --- A lowered program ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How a program was lowered, so that a changed traced program can be lowered in the same way."""
+
+    closed_jaxpr: Any
+    fun_name: str
+    lower: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def again(self, closed_jaxpr: Any) -> Any:
+        """A new `MeshComputation` of another traced program with the same signature."""
+        computation = self.lower(closed_jaxpr, *self.arguments, **self.keywords)
+        remember_lowering(computation, dataclasses.replace(self, closed_jaxpr=closed_jaxpr))
+        return computation
+
+
+def remember_lowering(computation: Any, lowering: Lowering) -> None:
+    setattr(computation, _RECORD, lowering)
+
+
+def remembered_lowering(computation: Any) -> Lowering | None:
+    return getattr(computation, _RECORD, None)
+
+
+def forget_lowering(computation: Any) -> None:
+    """Drop the traced program: JAX caches lowerings under weak references to it, which ours must not keep alive."""
+    if hasattr(computation, _RECORD):
+        delattr(computation, _RECORD)
+
+
+class Program:
+    """One lowered program on its way to the compiler.
+
+    Wraps a `pxla.MeshComputation` (0.8.1 to 0.12.0: attributes `_hlo`, `_name`, `_device_list`, `_executable`,
+    `_compiler_options_kvs`, `_platforms`, `compile_args["backend"]`). JAX caches these objects and their modules, so a changed module is
+    always compiled on a copy.
+    """
+
+    def __init__(self, computation: Any, compile_: Callable[..., Any], compiler_options: dict[str, Any] | None = None,
+                 device_assignment: Any = None):
+        self._computation = computation
+        self._compile = compile_
+        self._call_options = compiler_options
+        self._device_assignment = device_assignment
+        self.lowering = remembered_lowering(computation)
+
+    @property
+    def name(self) -> str:
+        """Name of the jitted function: "jit_f"."""
+        return str(_require(self._computation, "_name"))
+
+    @property
+    def module(self) -> Any:
+        """The StableHLO module JAX made, which nobody may edit."""
+        return _require(self._computation, "_hlo")
+
+    @property
+    def backend(self) -> Any:
+        return _require(self._computation, "compile_args")["backend"]
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        given = self._device_assignment if self._device_assignment is not None else self._computation._device_list
+        return tuple(given) if given is not None else tuple(self.backend.devices())[:1]
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options the caller gave, to `jax.jit` and to `.compile`."""
+        return {**dict(_require(self._computation, "_compiler_options_kvs")), **(self._call_options or {})}
+
+    def compile(self) -> Any:
+        """Compile the program exactly as JAX would have."""
+        return self._compile(self._computation, self._call_options, device_assignment=self._device_assignment)
+
+    def compile_changed(self, module: Any, extra_options: dict[str, Any] | None = None) -> Any:
+        """Compile `module` in the place of the program's own; `extra_options` win over the caller's."""
+        changed = copy.copy(self._computation)
+        changed._hlo = module
+        changed._executable = None
+        options = self._call_options
+        if extra_options:
+            options = {**(options or {}), **extra_options}
+        return self._compile(changed, options, device_assignment=self._device_assignment)
+
+    def lower_again(self, closed_jaxpr: Any) -> Program:
+        """The program with another traced body of the same signature."""
+        if self.lowering is None:
+            raise ValueError(f"the traced form of `{self.name}` is not known")
+        return Program(self.lowering.again(closed_jaxpr), self._compile, self._call_options, self._device_assignment)
+
+    def compile_alone(self, module: Any) -> Any:
+        """Compile a small single-device module for the same chip with the caller's options; returns an XLA executable.
+
+        JAX's persistent compilation cache is not involved.
+        """
+        from jax._src import compiler  # 0.8.1 to 0.12.0
+
+        backend = self.backend
+        process = backend.process_index()
+        device = next((d for d in self.devices if d.process_index == process), self.devices[0])
+        overrides = {k: v for k, v in self.compiler_options.items() if k not in PROGRAM_WIDE_OPTIONS}
+        options = _require(compiler, "get_compile_options")(
+            num_replicas=1, num_partitions=1, device_assignment=np.array([[device.id]]),
+            env_options_overrides=overrides, detailed_logging=False, backend=backend)
+        return _require(compiler, "backend_compile_and_load")(
+            backend, module, _device_list((device,)), options, [])
+
+
+#: Compile options that make no sense for one kernel of a program alone: the limit is set in the kernel itself, and a
+#: dump of probes would bury the program's.
+PROGRAM_WIDE_OPTIONS = ("xla_tpu_scoped_vmem_limit_kib", "xla_dump_to")
+
+
+def _device_list(devices: tuple[Any, ...]) -> Any:
+    from jax._src.lib import xla_client  # 0.8.1 to 0.12.0
+
+    return _require(xla_client, "DeviceList")(devices)
+
+
+def is_tpu(computation: Any) -> bool:
+    """Whether a `MeshComputation` is for a TPU, present or only described by a topology (0.8.1 to 0.12.0)."""
+    return "tpu" in (getattr(computation, "_platforms", None) or ())
+
+
+def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Jaxprs among an equation's parameters, closed ones as they are (0.8.1 to 0.12.0)."""
+    for value in params.values():
+        for part in value if type(value) in (tuple, list) else (value,):
+            if hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns"):
+                yield part
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a traced program, nested ones too. In jax 0.12 closed and open jaxprs are one class."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        for inner in subjaxprs(equation.params):
+            yield from equations(inner)
