@@ -151,12 +151,17 @@ def forget_lowering(computation: Any) -> None:
         delattr(computation, _RECORD)
 
 
+#: Called as (program name, module, compiler options) before each compile of a guarded program; one that raises takes the
+#: compiler's place. Fault injection (`testing.py`) stands here.
+compile_interceptors: list[Callable[[str, Any, dict[str, Any]], None]] = []
+
+
 class Program:
     """One lowered program on its way to the compiler.
 
     Wraps a `pxla.MeshComputation` (0.8.1 to 0.12.0: attributes `_hlo`, `_name`, `_device_list`, `_executable`,
-    `_compiler_options_kvs`, `_platforms`, `compile_args["backend"]`). JAX caches these objects and their modules, so a changed module is
-    always compiled on a copy.
+    `_compiler_options_kvs`, `_platforms`, `compile_args["backend"]`). JAX caches these objects and their modules, so a
+    changed module is always compiled on a copy.
     """
 
     def __init__(self, computation: Any, compile_: Callable[..., Any], compiler_options: dict[str, Any] | None = None,
@@ -193,6 +198,7 @@ class Program:
 
     def compile(self) -> Any:
         """Compile the program exactly as JAX would have."""
+        self._intercept(self.module, self.compiler_options)
         return self._compile(self._computation, self._call_options, device_assignment=self._device_assignment)
 
     def compile_changed(self, module: Any, extra_options: dict[str, Any] | None = None) -> Any:
@@ -203,7 +209,12 @@ class Program:
         options = self._call_options
         if extra_options:
             options = {**(options or {}), **extra_options}
+        self._intercept(module, {**self.compiler_options, **(extra_options or {})})
         return self._compile(changed, options, device_assignment=self._device_assignment)
+
+    def _intercept(self, module: Any, options: dict[str, Any]) -> None:
+        for interceptor in tuple(compile_interceptors):
+            interceptor(self.name, module, options)
 
     def lower_again(self, closed_jaxpr: Any) -> Program:
         """The program with another traced body of the same signature."""
