@@ -151,8 +151,8 @@ def forget_lowering(computation: Any) -> None:
         delattr(computation, _RECORD)
 
 
-#: Called as (program name, module, compiler options) before each compile of a guarded program; one that raises takes the
-#: compiler's place. Fault injection (`testing.py`) stands here.
+#: Called as (program name, module, compiler options) before each compile of a guarded program; one that raises takes
+#: the place of the compiler. Fault injection (`testing.py`) stands here.
 compile_interceptors: list[Callable[[str, Any, dict[str, Any]], None]] = []
 
 
