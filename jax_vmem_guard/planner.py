@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jax_vmem_guard.changes import Change
-from jax_vmem_guard.chips import KiB, Chip
+from jax_vmem_guard.chips import Chip, KiB
 from jax_vmem_guard.kernels import Kernel
 from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.remedies import limit

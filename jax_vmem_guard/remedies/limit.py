@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax_vmem_guard.changes import Change
-from jax_vmem_guard.chips import KiB, MiB, Chip
+from jax_vmem_guard.chips import Chip, KiB, MiB
 from jax_vmem_guard.kernels import Kernel
 
 NAME = "limit"
@@ -36,7 +36,8 @@ def set_to(kernel: Kernel, after_bytes: int, *, need_bytes: int | None, limit_by
         kernel=kernel.name, fingerprint=kernel.fingerprint, source=kernel.source, remedy=NAME,
         before=f"limit {limit_bytes / MiB:.2f} MiB ({whose})", after=f"limit {after_bytes / MiB:.2f} MiB",
         need_bytes=need_bytes,
-        edit=f"{kernel.source or 'its pallas_call'}: compiler_params=pltpu.CompilerParams(vmem_limit_bytes={after_bytes})",
+        edit=(f"{kernel.source or 'its pallas_call'}: "
+              f"compiler_params=pltpu.CompilerParams(vmem_limit_bytes={after_bytes})"),
         data={"limit_bytes": after_bytes})
 
 
