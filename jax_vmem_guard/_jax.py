@@ -5,9 +5,11 @@ Every touch names the JAX versions it was seen in. What is missing fails loudly,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -270,3 +272,116 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield equation
         for inner in subjaxprs(equation.params):
             yield from equations(inner)
+
+
+# --- A chip that is not here ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoweringCall:
+    """Arguments of `pxla.lower_sharding_computation` after the traced program.
+
+    Seen in 0.8.1 to 0.12.0, all by position: api_name, fun_name, in_shardings, out_shardings, in_layouts, out_layouts,
+    donated_invars; all by keyword: keep_unused, context_mesh, compiler_options_kvs, lowering_platforms,
+    lowering_parameters, pgle_profiler.
+    """
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> LoweringCall:
+        """The call, after a look at its shape.
+
+        Raises:
+          IncompatibleJax: it is not called as in the versions above.
+        """
+        if len(arguments) != 7 or "context_mesh" not in keywords:
+            raise IncompatibleJax(
+                f"jax {jax.__version__} calls `lower_sharding_computation` with {len(arguments)} arguments after the "
+                f"program and the keywords {', '.join(sorted(keywords))}; jax 0.8.1 to 0.12.0 give 7 and a "
+                "`context_mesh`. Install a jax from that range, or a newer jax_vmem_guard.")
+        return cls(tuple(arguments), dict(keywords))
+
+    @property
+    def name(self) -> str:
+        """Name of the jitted function."""
+        return str(self.arguments[1])
+
+    @property
+    def platforms(self) -> tuple[str, ...] | None:
+        """Platforms the caller named (`jax.export`), or None for those of the devices."""
+        return self.keywords.get("lowering_platforms")
+
+    def map_placement(self, value: Callable[[Any], Any]) -> LoweringCall:
+        """The call with `value` applied to every sharding and mesh; layouts given for other devices are left open."""
+        api_name, fun_name, ins, outs, in_layouts, out_layouts, donated = self.arguments
+        moved = (api_name, fun_name, tuple(map(value, ins)), tuple(map(value, outs)),
+                 tuple(None for _ in in_layouts), tuple(None for _ in out_layouts), donated)
+        return LoweringCall(moved, {**self.keywords, "context_mesh": value(self.keywords["context_mesh"])})
+
+    def place_open_arguments(self, sharding: Any) -> LoweringCall:
+        """The call with `sharding` for every argument and result that has none."""
+        from jax._src.sharding_impls import UnspecifiedValue
+
+        api_name, fun_name, ins, outs, *rest = self.arguments
+        ins, outs = (tuple(sharding if isinstance(s, UnspecifiedValue) else s for s in group) for group in (ins, outs))
+        return LoweringCall((api_name, fun_name, ins, outs, *rest), self.keywords)
+
+
+def gspmd_sharding_on(sharding: Any, device: Callable[[Any], Any]) -> Any:
+    """A sharding without a mesh, over `device(d)` for each of its devices `d`.
+
+    Seen in 0.8.1 to 0.12.0: `GSPMDSharding` has `_device_assignment`, `_hlo_sharding` and takes `(devices, sharding)`.
+    """
+    from jax._src import sharding_impls
+
+    devices = tuple(device(d) for d in _require(sharding, "_device_assignment"))
+    kind = _require(sharding_impls, "GSPMDSharding")
+    hlo_sharding = sharding._to_xla_hlo_sharding(_rank_of(sharding)) if not isinstance(sharding, kind) else \
+        _require(sharding, "_hlo_sharding")
+    return kind(devices, hlo_sharding)
+
+
+def _rank_of(sharding: Any) -> int:
+    """The array rank a sharding without a mesh is for."""
+    return len(getattr(sharding, "shape", ()) or ())
+
+
+@contextlib.contextmanager
+def answering_for_chip(device: Any) -> Iterator[None]:
+    """Lets `pltpu.get_tpu_info()` describe `device`'s chip on a machine without a TPU.
+
+    Kernels ask it for the chip's VMEM or tiling while they are traced. `get_tpu_info` is cached per trace context, so
+    its cache is emptied on the way in and out.
+
+    Seen: `get_device_kind` and `get_num_device_cores` in `jax._src.pallas.mosaic.core` (0.8.1, 0.9.0), in
+    `jax._src.pallas.mosaic.tpu_info` (0.10.2) and in `jax._src.tpu_info` (0.12.0).
+    """
+    kind, cores = device.device_kind, int(getattr(device, "num_cores", None) or 1)
+    answers = {"get_device_kind": lambda: kind, "get_num_device_cores": lambda: cores}
+    info_module, device_module = _tpu_info_modules()
+    originals = {name: _require(device_module, name) for name in answers}
+    get_tpu_info = _require(info_module, "get_tpu_info")
+    for name, answer in answers.items():
+        setattr(device_module, name, answer)
+    get_tpu_info.cache_clear()
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(device_module, name, original)
+        get_tpu_info.cache_clear()
+
+
+def _tpu_info_modules() -> tuple[Any, Any]:
+    """Where `get_tpu_info` lives, and where the functions it asks about the device live."""
+    for info_name in ("jax._src.tpu_info", "jax._src.pallas.mosaic.tpu_info"):
+        with contextlib.suppress(ImportError):
+            info = importlib.import_module(info_name)
+            break
+    else:
+        raise IncompatibleJax(f"jax {jax.__version__} has no `tpu_info` module where 0.8.1 to 0.12.0 have one")
+    if hasattr(info, "get_device_kind"):
+        return info, info
+    return info, importlib.import_module("jax._src.pallas.mosaic.core")
