@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,8 +147,9 @@ def _fields(raw: Any, record: type, where: str, optional: tuple[str, ...] = ()) 
         _expect(name in types, f"{where}.{name}", f"absent; the fields are {', '.join(types)}")
     for name, kind in types.items():
         _expect(name in raw or name in optional, f"{where}.{name}", "present")
-        if name in raw and (check := _PLAIN.get(kind)):
-            _expect(check(raw[name]), f"{where}.{name}", kind)
+        if name in raw and kind in _PLAIN:
+            holds, what = _PLAIN[kind]
+            _expect(holds(raw[name]), f"{where}.{name}", what)
     return dict(raw)
 
 
@@ -161,13 +162,9 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _is_bytes(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-_PLAIN = {  # annotations as `from __future__ import annotations` keeps them
-    "str": lambda v: isinstance(v, str),
-    "str | None": lambda v: v is None or isinstance(v, str),
-    "int | None": lambda v: v is None or _is_bytes(v),
-    "dict[str, Any]": lambda v: isinstance(v, dict),
+_PLAIN: dict[str, tuple[Callable[[Any], bool], str]] = {  # by annotation, as `from __future__` keeps it: a string
+    "str": (lambda v: isinstance(v, str), "a string"),
+    "str | None": (lambda v: v is None or isinstance(v, str), "a string or null"),
+    "int | None": (lambda v: v is None or (type(v) is int and v >= 0), "a number of bytes or null"),
+    "dict[str, Any]": (lambda v: isinstance(v, dict), "an object"),
 }
