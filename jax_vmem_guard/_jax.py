@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,24 @@ def _require(obj: Any, name: str) -> Any:
             f"jax_vmem_guard needs `{where}.{name}`, which jax {jax.__version__} does not have; it was seen in jax "
             "0.8.1 to 0.12.0. Install a jax from that range, or a newer jax_vmem_guard."
         ) from None
+
+
+def ir() -> Any:
+    """MLIR's Python bindings as JAX ships them (`jaxlib.mlir.ir`, seen in jax 0.8.1 to 0.12.0)."""
+    from jaxlib.mlir import ir as bindings
+
+    return bindings
+
+
+def parse_stablehlo(program: str | bytes) -> Any:
+    """An `ir.Module` from StableHLO text or bytecode, in a context of its own with JAX's dialects.
+
+    Uses `jax._src.interpreters.mlir.make_ir_context` (seen in jax 0.8.1 to 0.12.0).
+    """
+    from jax._src.interpreters import mlir
+
+    with _require(mlir, "make_ir_context")():
+        return ir().Module.parse(program)
 
 
 # --- The two seams every compilation passes: pxla.lower_sharding_computation and pxla.MeshComputation.compile ---------
@@ -385,3 +404,39 @@ def _tpu_info_modules() -> tuple[Any, Any]:
     if hasattr(info, "get_device_kind"):
         return info, info
     return info, importlib.import_module("jax._src.pallas.mosaic.core")
+
+
+# --- Kernels as they are shipped: stable Mosaic bytecode --------------------------------------------------------------
+
+
+def parse_shipped_mosaic(body: bytes) -> Any:
+    """An `ir.Module` of a kernel in its serialised form ("stable_mosaic" operations), in a context of its own.
+
+    Unlike a decoded kernel it can be written back as it came, in the IR version it has: the operations stay what they
+    are, only the attributes an editor touches differ. Uses `JaxIrContext`, `upstream_dialects` of
+    `jax._src.interpreters.mlir` and the `tpu` dialect of `jax._src.lib` (seen in jax 0.8.1 to 0.12.0).
+    """
+    from jax._src.interpreters import mlir
+    from jax._src.lib import tpu
+
+    context = _require(mlir, "JaxIrContext")()
+    context.append_dialect_registry(_require(mlir, "upstream_dialects"))
+    context.load_all_available_dialects()
+    _require(tpu, "register_dialect")(context)
+    context.allow_unregistered_dialects = True
+    with context:
+        return ir().Module.parse(body)
+
+
+def mosaic_bytecode(module: Any) -> bytes:
+    """The bytes of a kernel for a custom call's body, in the bytecode version JAX writes (0; 0.8.1 to 0.12.0)."""
+    out = io.BytesIO()
+    module.operation.write_bytecode(out, desired_version=0)
+    return out.getvalue()
+
+
+def stablehlo_bytecode(module: Any) -> bytes:
+    """A StableHLO module as MLIR bytecode, locations included."""
+    out = io.BytesIO()
+    module.operation.write_bytecode(out)
+    return out.getvalue()

@@ -1,0 +1,73 @@
+"""Compiles small kernels for chips that are not here, and reads back what scoped VMEM they use."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental import topologies
+
+from jax_vmem_guard import _jax
+from jax_vmem_guard.chips import chip_named
+
+MiB = 1 << 20
+CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@functools.cache
+def device(chip):
+    return topologies.get_topology_desc(platform="tpu", topology_name=chip_named(chip).topology).devices[0]
+
+
+def lower(fun, *arguments, chip="v5e"):
+    """`fun` lowered for a chip: a `_jax.Program`."""
+    sharding = jax.sharding.SingleDeviceSharding(device(chip))
+    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
+    computation = jax.jit(fun).lower(*placed)._lowering
+    return _jax.Program(computation, type(computation).compile)
+
+
+def used_by_kernels(executable):
+    """Scoped VMEM bytes of every kernel, or fusion around one, in an executable."""
+    text = executable.as_text() if hasattr(executable, "as_text") else executable.hlo_modules()[0].to_string()
+    used = []
+    for instruction in re.split(r"\n\s+(?:ROOT )?%", text):
+        if "tpu_custom_call" in instruction:
+            size = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"',
+                             instruction)
+            used.append(int(size.group(1)) if size else 0)
+    return used
+
+
+def add(x, y, block=256, name="add"):
+    """Elementwise sum of two (rows, columns) arrays in blocks of `block` rows."""
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + y_ref[...]
+
+    spec = pl.BlockSpec((block, x.shape[1]), lambda i: (i, 0))
+    return pl.pallas_call(kernel, grid=(x.shape[0] // block,), in_specs=[spec, spec], out_specs=spec,
+                          out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name=name)(x, y)
+
+
+def add_in_place(x, y, block=256):
+    """`add` that writes over its first operand."""
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + y_ref[...]
+
+    spec = pl.BlockSpec((block, x.shape[1]), lambda i: (i, 0))
+    return pl.pallas_call(kernel, grid=(x.shape[0] // block,), in_specs=[spec, spec], out_specs=spec,
+                          out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), input_output_aliases={0: 0})(x, y)
+
+
+def copy_whole(x):
+    """A kernel without a grid: the whole array in, the whole array out."""
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
