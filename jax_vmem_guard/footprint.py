@@ -1,0 +1,184 @@
+"""What a kernel needs in scoped VMEM, told from its own code before the compiler says it.
+
+Windows, scratch operands and allocations of the body follow an exact rule (`tiling.py`). Three numbers come with stated
+meaning: `certain` is never above the real need, `expected` is the likely one, `at_most` covers it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jax_vmem_guard.chips import Chip
+from jax_vmem_guard.kernels import VMEM_CONFIG, Kernel, Window
+from jax_vmem_guard.mosaic import Ref
+from jax_vmem_guard.tiling import element_bits, padded_bytes, padded_shape
+
+FIRST_VERSION_THAT_KEEPS_TWO_BUFFERS = 9
+"""Stable Mosaic version (November 2025) from which the compiler no longer drops to one buffer by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One buffer of a kernel in VMEM.
+
+    Attributes:
+      kind: "window", "scratch" or "alloca".
+      role: "input", "output" or "prefetch" for a window, else "".
+      position: operand position of a window, position among the scratch operands, or in the chain of allocations.
+      shape: shape without padding.
+      padded_shape: shape as it lies in VMEM.
+      dtype: element type in MLIR's short form.
+      buffers: how many copies are resident.
+      bytes: all of them together, padding included.
+    """
+
+    kind: str
+    role: str
+    position: int
+    shape: tuple[int, ...]
+    padded_shape: tuple[int, ...]
+    dtype: str
+    buffers: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Scoped VMEM a kernel needs on one chip, in bytes.
+
+    Attributes:
+      window_bytes: windows, buffering and padding included; operands pinned to VMEM by color take none.
+      scratch_bytes: scratch operands in VMEM.
+      alloca_bytes: allocations of the body that live at the same time, at most.
+      certain_bytes: never above the real need: what is there even if XLA places every operand it could in VMEM itself.
+      expected_bytes: the likely need of the kernel alone.
+      at_most_bytes: covers the need.
+      items: the buffers behind these numbers, largest first.
+      unknown: reasons why the need can differ from what is written here, in words.
+    """
+
+    window_bytes: int
+    scratch_bytes: int
+    alloca_bytes: int
+    certain_bytes: int
+    expected_bytes: int
+    at_most_bytes: int
+    items: tuple[Item, ...]
+    unknown: tuple[str, ...]
+
+
+def footprint(kernel: Kernel, chip: Chip) -> Footprint:
+    """The scoped VMEM a kernel needs on a chip.
+
+    A kernel that could not be decoded, and one for the SparseCore (it has memory of its own), gives zeros and the
+    reason in `unknown`.
+    """
+    unknown = _unknown(kernel)
+    if not kernel.readable or kernel.core != "tc":
+        return Footprint(window_bytes=0, scratch_bytes=0, alloca_bytes=0, certain_bytes=0, expected_bytes=0,
+                         at_most_bytes=0, items=(), unknown=unknown)
+    windows = tuple(
+        _item("window", w.role, w.operand, w.block_shape, w.dtype, w.buffers, chip)
+        for w in kernel.windows if w.buffers and not _is_pinned(w, kernel)
+    )
+    scratch = tuple(
+        _item("scratch", "", i, r.shape, r.dtype, 1, chip)
+        for i, r in enumerate(kernel.scratch) if r.memory_space == "vmem"
+    )
+    allocas = max((_chain(c, chip) for c in kernel.alloca_chains), key=_total, default=())
+    known = _total(windows) + _total(scratch) + _total(allocas)
+    return Footprint(
+        window_bytes=_total(windows),
+        scratch_bytes=_total(scratch),
+        alloca_bytes=_total(allocas),
+        certain_bytes=certain_window_bytes(kernel, chip),
+        expected_bytes=known,
+        at_most_bytes=known,
+        items=tuple(sorted(windows + scratch + allocas, key=lambda item: -item.bytes)),
+        unknown=unknown,
+    )
+
+
+def block_bytes(window: Window, chip: Chip) -> int:
+    """Bytes of one block of a window in VMEM, padding included; 0 where nothing of it is in VMEM."""
+    return padded_bytes(window.block_shape, window.dtype, chip.generation) if window.buffers else 0
+
+
+def certain_window_bytes(kernel: Kernel, chip: Chip) -> int:
+    """The least the windows can take, whatever XLA places in VMEM by itself.
+
+    XLA may keep whole operands and results in VMEM; then their windows cost nothing. All it places has to fit in the
+    chip, so the windows of arrays that cannot be there stay. What it can take away at best is bounded by filling the
+    chip with those arrays that free most for their size, the last one in part. Inputs a producer may be fused into
+    are left out, and a module from before stable Mosaic version 9 counts with one buffer each.
+    """
+    drops_to_one = kernel.ir_version is not None and kernel.ir_version < FIRST_VERSION_THAT_KEEPS_TWO_BUFFERS
+    total = 0
+    movable: list[tuple[int, int]] = []  # (bytes of the array, bytes of its windows)
+    fusible = {i for i, allowed in enumerate(kernel.allow_input_fusion) if allowed}
+    for window in kernel.windows:
+        if not window.buffers or _is_pinned(window, kernel) or (window.role == "input" and window.operand in fusible):
+            continue
+        cost = block_bytes(window, chip) * (1 if drops_to_one else window.buffers)
+        array = _array_bytes(window)
+        total += cost
+        if array <= chip.capacity_bytes:
+            movable.append((array, cost))
+    room = chip.capacity_bytes
+    for array, cost in sorted(movable, key=lambda pair: pair[0] / pair[1] if pair[1] else math.inf):
+        if array <= room:
+            room -= array
+            total -= cost
+        else:
+            total -= math.ceil(cost * room / array)
+            break
+    return max(0, total)
+
+
+def _array_bytes(window: Window) -> int:
+    """Bytes of a whole operand without padding: the least it can take anywhere."""
+    bits = 8 if window.dtype == "i1" else element_bits(window.dtype)
+    return math.prod(window.array_shape) * bits // 8
+
+
+def _is_pinned(window: Window, kernel: Kernel) -> bool:
+    """Whether the custom call makes XLA keep the whole operand or result in VMEM."""
+    if window.role == "output":
+        first = min(w.operand for w in kernel.windows if w.role == "output")
+        return kernel.output_colors.get(window.operand - first) == VMEM_CONFIG
+    return kernel.input_colors.get(window.operand) == VMEM_CONFIG
+
+
+def _item(kind: str, role: str, position: int, shape: tuple[int, ...], dtype: str, buffers: int, chip: Chip) -> Item:
+    static = tuple(max(d, 0) for d in shape)
+    return Item(
+        kind=kind, role=role, position=position, shape=shape, dtype=dtype, buffers=buffers,
+        padded_shape=padded_shape(static, dtype, chip.generation),
+        bytes=padded_bytes(static, dtype, chip.generation) * buffers,
+    )
+
+
+def _chain(chain: tuple[Ref, ...], chip: Chip) -> tuple[Item, ...]:
+    return tuple(
+        _item("alloca", "", i, r.shape, r.dtype, 1, chip) for i, r in enumerate(chain) if r.memory_space == "vmem"
+    )
+
+
+def _total(items: tuple[Item, ...]) -> int:
+    return sum(item.bytes for item in items)
+
+
+def _unknown(kernel: Kernel) -> tuple[str, ...]:
+    reasons = []
+    if not kernel.readable:
+        reasons.append("the custom call holds no Mosaic code this JAX can read")
+    if kernel.core != "tc":
+        reasons.append("the kernel runs on the SparseCore, which has memory of its own")
+    if any(kernel.allow_input_fusion):
+        reasons.append("XLA may fuse producers into the kernel (allow_input_fusion), which adds windows of their own")
+    refs = [w.block_shape for w in kernel.windows] + [r.shape for r in kernel.scratch]
+    refs += [r.shape for chain in kernel.alloca_chains for r in chain]
+    if any(d < 0 for shape in refs for d in shape):
+        reasons.append("a buffer has a size known only at run time")
+    return tuple(reasons)

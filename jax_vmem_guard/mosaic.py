@@ -1,0 +1,234 @@
+"""Decodes the body of a TPU custom call: Mosaic bytecode in, a record of what the kernel declares out.
+
+Pure reading: nothing here knows the program around the kernel. The same body is decoded once per process.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax_vmem_guard import _jax
+from jax_vmem_guard.index_map import IndexMap, read_index_map
+
+DYNAMIC = -(1 << 63)  # MLIR's mark of a size that is known only at run time
+
+
+class UnreadableKernel(ValueError):
+    """A custom call's body is not Mosaic code this JAX can read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ref:
+    """A memref of the kernel: a block of an operand, a scratch operand or an allocation in the body."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    memory_space: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec:
+    """A kernel argument that stands for an operand or a result.
+
+    Attributes:
+      ref: the block as it lies in memory.
+      pipelined: the argument has an index map: the grid moves it.
+      synchronous: the kernel asks for one buffer.
+      index_map: what the block index depends on; None where there is no index map.
+    """
+
+    ref: Ref
+    pipelined: bool
+    synchronous: bool
+    index_map: IndexMap | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MosaicKernel:
+    """What a kernel's own code declares.
+
+    Attributes:
+      name: name of its module or function.
+      core: "tc" or "sc".
+      ir_version: version of the stable Mosaic form it was shipped in; None for code shipped in another form.
+      grid: iteration bounds, None for a dynamic one.
+      prefetch: scalar prefetch operands.
+      windows: operands and results that follow them.
+      scratch: scratch operands.
+      alloca_chains: allocations that live together, one tuple for each innermost scope that allocates.
+      communicates: its code names another device or waits at a barrier.
+      digest: SHA-256 of the code without locations.
+      module: the decoded `ir.Module`; it must not be changed.
+      function: the kernel's function in it.
+    """
+
+    name: str
+    core: str
+    ir_version: int | None
+    grid: tuple[int | None, ...]
+    prefetch: tuple[Ref, ...]
+    windows: tuple[WindowSpec, ...]
+    scratch: tuple[Ref, ...]
+    alloca_chains: tuple[tuple[Ref, ...], ...]
+    communicates: bool
+    digest: str
+    module: Any = field(repr=False, compare=False)
+    function: Any = field(repr=False, compare=False)
+
+
+_CACHE_SIZE = 256
+_cache: OrderedDict[bytes, MosaicKernel] = OrderedDict()
+_lock = threading.Lock()
+
+
+def decode_kernel(body: str) -> MosaicKernel:
+    """The kernel in a custom call's `body` (base64), decoded once per process.
+
+    Raises:
+      UnreadableKernel: where the body is no base64, no MLIR, or has no function.
+    """
+    key = hashlib.sha256(body.encode()).digest()
+    with _lock:
+        if key in _cache:
+            _cache.move_to_end(key)
+            return _cache[key]
+        kernel = _decode(body)
+        _cache[key] = kernel
+        if len(_cache) > _CACHE_SIZE:
+            _cache.popitem(last=False)
+        return kernel
+
+
+def _decode(body: str) -> MosaicKernel:
+    try:
+        code = base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise UnreadableKernel(f"the body is not base64: {error}") from error
+    try:
+        module = _jax.parse_mosaic(code)
+    except _jax.IncompatibleJax:
+        raise
+    except Exception as error:  # MLIRError and RuntimeError alike, by jaxlib version
+        raise UnreadableKernel(f"the body is not Mosaic code this JAX can read: {error}") from error
+    functions = {
+        _symbol(op): op for op in module.body.operations if op.operation.name == "func.func"
+    }
+    function = next((f for f in functions.values() if _is_entry(f)), next(iter(functions.values()), None))
+    if function is None:
+        raise UnreadableKernel("the Mosaic module has no function")
+    return _read(module, function, functions, _ir_version(module))
+
+
+def _read(module: Any, function: Any, functions: dict[str, Any], ir_version: int | None) -> MosaicKernel:
+    ir = _jax.ir()
+    attributes = function.attributes
+    grid = tuple(None if b == DYNAMIC else b for b in _integers(attributes, "iteration_bounds"))
+    arguments = list(function.regions[0].blocks[0].arguments)[len(grid):]
+    refs = [read_ref(a.type) for a in arguments]
+    n_prefetch = _integer(attributes, "scalar_prefetch")
+    n_scratch = _integer(attributes, "scratch_operands")
+    windows_end = len(refs) - n_scratch
+    params = list(attributes["window_params"]) if "window_params" in attributes else []
+    windows = []
+    for position, ref in enumerate(refs[n_prefetch:windows_end]):
+        param = ir.DictAttr(params[position]) if position < len(params) else {}
+        index_map = None
+        if "transform_indices" in param:
+            transform = functions.get(ir.FlatSymbolRefAttr(param["transform_indices"]).value)
+            index_map = read_index_map(transform, grid) if transform is not None else None
+        windows.append(WindowSpec(
+            ref=ref,
+            pipelined="transform_indices" in param or "window_bounds" in param,
+            synchronous="pipeline_mode" in param and "synchronous" in str(param["pipeline_mode"]),
+            index_map=index_map,
+        ))
+    text = module.operation.get_asm(enable_debug_info=False)
+    name = _module_name(module)
+    return MosaicKernel(
+        name=name if name is not None else _symbol(function),
+        core="sc" if "sc_" in _text(attributes, "tpu.core_type") else "tc",
+        ir_version=ir_version,
+        grid=grid,
+        prefetch=tuple(refs[:n_prefetch]),
+        windows=tuple(windows),
+        scratch=tuple(refs[windows_end:]),
+        alloca_chains=tuple(_alloca_chains(function.regions[0], ())),
+        communicates=_names_other_devices(text),
+        digest=hashlib.sha256(text.encode()).hexdigest(),
+        module=module,
+        function=function,
+    )
+
+
+def read_ref(type_: Any) -> Ref:
+    """The record of an MLIR memref type; anything else has memory space "none"."""
+    ir = _jax.ir()
+    try:
+        memref = ir.MemRefType(type_)
+    except (ValueError, TypeError):
+        return Ref(shape=(), dtype=str(type_), memory_space="none")
+    space = re.search(r"memory_space<(\w+)>", str(memref.memory_space))
+    word = space.group(1) if space else "any"
+    return Ref(
+        shape=tuple(memref.shape),
+        dtype=str(memref.element_type),
+        memory_space="semaphore" if word == "semaphore_mem" else word,
+    )
+
+
+def _alloca_chains(region: Any, outer: tuple[Ref, ...]) -> list[tuple[Ref, ...]]:
+    """Allocations that live at the same time: those of a scope with those of the scopes around it."""
+    own: list[Ref] = []
+    inner: list[Any] = []
+    for block in region.blocks:
+        for op in block.operations:
+            if op.operation.name == "memref.alloca":
+                own.append(read_ref(op.operation.results[0].type))
+            inner.extend(op.operation.regions)
+    here = outer + tuple(own)
+    chains = [chain for r in inner for chain in _alloca_chains(r, here)]
+    return chains if chains else [here] if own else []
+
+
+def _names_other_devices(text: str) -> bool:
+    """Whether the code addresses another device: a device id on a DMA or signal, or the global barrier."""
+    return bool(re.search(r"\bdevice_id\(|\btpu\.sem_barrier\b|\btpu\.get_barrier_semaphore\b", text))
+
+
+def _text(attributes: Any, name: str) -> str:
+    return str(attributes[name]) if name in attributes else ""
+
+
+def _is_entry(function: Any) -> bool:
+    return any(name in function.attributes for name in ("scalar_prefetch", "dimension_semantics", "iteration_bounds"))
+
+
+def _ir_version(module: Any) -> int | None:
+    attributes = module.operation.attributes
+    if "stable_mosaic.version" not in attributes:
+        return None
+    return int(_jax.ir().IntegerAttr(attributes["stable_mosaic.version"]).value)
+
+
+def _symbol(op: Any) -> str:
+    return str(_jax.ir().StringAttr(op.attributes["sym_name"]).value)
+
+
+def _module_name(module: Any) -> str | None:
+    attributes = module.operation.attributes
+    return str(_jax.ir().StringAttr(attributes["sym_name"]).value) if "sym_name" in attributes else None
+
+
+def _integer(attributes: Any, name: str) -> int:
+    return int(_jax.ir().IntegerAttr(attributes[name]).value) if name in attributes else 0
+
+
+def _integers(attributes: Any, name: str) -> tuple[int, ...]:
+    return tuple(_jax.ir().DenseI64ArrayAttr(attributes[name])) if name in attributes else ()
