@@ -14,7 +14,8 @@ from jax_vmem_guard.chips import MiB
 from jax_vmem_guard.rows import FITS, VERDICT_WORDS, Row, summary
 
 PARTS = (("windows", "windows (blocks x buffers)"), ("scratch", "scratch operands"),
-         ("body", "allocations in the body"), ("spills", "spill slots and compiler internals"), ("unsplit", "not itemised"))
+         ("body", "allocations in the body"), ("spills", "spill slots and compiler internals"),
+         ("unsplit", "not itemised"))
 """Segments of a bar in the order they are drawn: CSS class (`Row.<class>_bytes`), words for the legend."""
 
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
