@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import importlib
 import inspect
 import io
+
+
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -141,21 +142,33 @@ def exclude_from_tracebacks(file: str) -> None:
 # --- A lowered program ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Lowering:
-    """How a program was lowered, so that a changed traced program can be lowered in the same way."""
+    """How a program was lowered, so that a changed traced program can be lowered in the same way.
 
-    closed_jaxpr: Any
-    fun_name: str
-    lower: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
+    JAX keeps lowerings in caches that refer to the traced program weakly. `loosen()` makes this record do the same, so
+    that it does not keep the traced program alive once it is compiled.
+    """
+
+    def __init__(self, closed_jaxpr: Any, fun_name: str, lower: Callable[..., Any], arguments: tuple[Any, ...],
+                 keywords: dict[str, Any]):
+        self._closed_jaxpr: Any = closed_jaxpr
+        self.fun_name = fun_name
+        self._lower = lower
+        self._arguments = arguments
+        self._keywords = keywords
+
+    @property
+    def closed_jaxpr(self) -> Any | None:
+        """The traced program; None once JAX has dropped it."""
+        return self._closed_jaxpr() if isinstance(self._closed_jaxpr, weakref.ref) else self._closed_jaxpr
+
+    def loosen(self) -> None:
+        if not isinstance(self._closed_jaxpr, weakref.ref):
+            self._closed_jaxpr = weakref.ref(self._closed_jaxpr)
 
     def again(self, closed_jaxpr: Any) -> Any:
         """A new `MeshComputation` of another traced program with the same signature."""
-        computation = self.lower(closed_jaxpr, *self.arguments, **self.keywords)
-        remember_lowering(computation, dataclasses.replace(self, closed_jaxpr=closed_jaxpr))
-        return computation
+        return self._lower(closed_jaxpr, *self._arguments, **self._keywords)
 
 
 def remember_lowering(computation: Any, lowering: Lowering) -> None:
@@ -164,12 +177,6 @@ def remember_lowering(computation: Any, lowering: Lowering) -> None:
 
 def remembered_lowering(computation: Any) -> Lowering | None:
     return getattr(computation, _RECORD, None)
-
-
-def forget_lowering(computation: Any) -> None:
-    """Drop the traced program: JAX caches lowerings under weak references to it, which ours must not keep alive."""
-    if hasattr(computation, _RECORD):
-        delattr(computation, _RECORD)
 
 
 #: Called as (program name, module, compiler options) before each compile of a guarded program; one that raises takes
@@ -208,6 +215,11 @@ class Program:
         return _require(self._computation, "compile_args")["backend"]
 
     @property
+    def device_kind(self) -> str:
+        """What the program's first device says it is: "TPU v5 lite"."""
+        return str(self.devices[0].device_kind)
+
+    @property
     def devices(self) -> tuple[Any, ...]:
         given = self._device_assignment if self._device_assignment is not None else self._computation._device_list
         return tuple(given) if given is not None else tuple(self.backend.devices())[:1]
@@ -238,10 +250,16 @@ class Program:
             interceptor(self.name, module, options)
 
     def lower_again(self, closed_jaxpr: Any) -> Program:
-        """The program with another traced body of the same signature."""
+        """The program with another traced body of the same signature.
+
+        Raises:
+          ValueError: the program was lowered before the guard was there.
+        """
         if self.lowering is None:
             raise ValueError(f"the traced form of `{self.name}` is not known")
-        return Program(self.lowering.again(closed_jaxpr), self._compile, self._call_options, self._device_assignment)
+        again = Program(self.lowering.again(closed_jaxpr), self._compile, self._call_options, self._device_assignment)
+        again.lowering = self.lowering
+        return again
 
     def compile_alone(self, module: Any) -> Any:
         """Compile a small single-device module for the same chip with the caller's options; returns an XLA executable.
@@ -455,3 +473,8 @@ def parse_mosaic(body: bytes) -> Any:
         with module.context:
             PassManager.parse("builtin.module(mosaic-serde{serialize=false})").run(module.operation)
     return module
+def name_of(fun: Any) -> str:
+    """The name JAX gives a program made from `fun` (`jax._src.util.fun_name`, 0.8.1 to 0.12.0)."""
+    from jax._src import util
+
+    return str(_require(util, "fun_name")(fun))

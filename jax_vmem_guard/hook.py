@@ -1,0 +1,123 @@
+"""Stands between JAX's lowering and the compiler, for the whole process or for marked functions.
+
+The state of this file is the only global state of the guard besides the journal: the seams into JAX, and the policy that
+`install()` set.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from jax_vmem_guard import _jax, guard
+from jax_vmem_guard.policy import Policy
+
+
+class GuardedName(str):
+    """A function name that carries a policy.
+
+    JAX hands a jitted function's name through tracing, grad, vmap, scan and nested jit unchanged, as the same object,
+    so the mark reaches the lowering of everything that is made from the function. It equals the plain name and lowers
+    to the same module.
+    """
+
+    policy: Policy
+
+    def __new__(cls, name: str, policy: Policy) -> GuardedName:
+        marked = super().__new__(cls, name)
+        marked.policy = policy
+        return marked
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        # A copy in another process is not guarded there; it is the plain name.
+        return str, (str(self),)
+
+
+_lock = threading.Lock()
+_seams = _jax.Seams()
+_installed: Policy | None = None
+
+
+def install(policy: Policy | None = None) -> None:
+    """Guard every `jax.jit` of the process, also of functions decorated before this call.
+
+    Calling it again replaces the policy. Functions that are already compiled stay as they are.
+
+    Args:
+      policy: what the guard may do; the default `Policy()` if None.
+
+    Raises:
+      TypeError: `policy` is not a `Policy`.
+      IncompatibleJax: this JAX is not one the guard knows.
+    """
+    global _installed
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"`policy` must be a jax_vmem_guard.Policy, got {policy!r}; write Policy(mode=\"fix\")")
+    with _lock:
+        _seams.patch(_on_lower, _on_compile)
+        _installed = policy if policy is not None else Policy()
+
+
+def uninstall() -> None:
+    """Put JAX back as it was. What is compiled stays compiled; nothing is guarded until the next `install()` or
+    `vmem_guard.jit(...)`."""
+    global _installed
+    with _lock:
+        _seams.restore()
+        _installed = None
+
+
+def refuse(error: Exception) -> None:
+    """Let every lowering raise `error`: the environment asked for something the guard does not know."""
+    def on_lower(original: Any, *args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    with _lock:
+        _seams.restore()
+        _seams.patch(on_lower, _on_compile)
+
+
+def ensure_seams() -> None:
+    """Make marked functions guarded, without a policy for the others."""
+    with _lock:
+        _seams.patch(_on_lower, _on_compile)
+
+
+def installed_policy() -> Policy | None:
+    """The policy `install()` set, or None."""
+    return _installed
+
+
+def _on_lower(original: Any, closed_jaxpr: Any, api_name: str, fun_name: str, *args: Any, **kwargs: Any) -> Any:
+    computation = original(closed_jaxpr, api_name, fun_name, *args, **kwargs)
+    lowering = _jax.Lowering(closed_jaxpr, fun_name, original, (api_name, fun_name, *args), kwargs)
+    _jax.remember_lowering(computation, lowering)
+    return computation
+
+
+def _on_compile(original: Any, computation: Any, compiler_options: Any, device_assignment: Any) -> Any:
+    program = None
+    lowering = _jax.remembered_lowering(computation)
+    try:
+        if not (_jax.is_tpu(computation) or _jax.compile_interceptors):
+            return original(computation, compiler_options, device_assignment=device_assignment)
+        program = _jax.Program(computation, original, compiler_options, device_assignment)
+        return guard.compile_program(program, _policy_of(lowering), lambda: _policy_inside(lowering))
+    finally:
+        if lowering is not None:
+            lowering.loosen()
+
+
+def _policy_of(lowering: _jax.Lowering | None) -> Policy | None:
+    """The policy of a whole program: its own mark, or the process's."""
+    if lowering is not None and isinstance(lowering.fun_name, GuardedName):
+        return lowering.fun_name.policy
+    return _installed
+
+
+def _policy_inside(lowering: _jax.Lowering | None) -> Policy | None:
+    """The policy of a marked function that an unmarked program calls. Looked for only after a failure."""
+    if lowering is None or lowering.closed_jaxpr is None:
+        return None
+    names = (equation.params.get("name") for equation in _jax.equations(lowering.closed_jaxpr))
+    return next((name.policy for name in names if isinstance(name, GuardedName)), None)

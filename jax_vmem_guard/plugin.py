@@ -1,0 +1,26 @@
+"""Turns the guard on from the environment: the `jax_plugins` entry point.
+
+JAX calls `initialize()` when it starts its backends, before the first compile, and logs but swallows what it raises.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from jax_vmem_guard import hook
+from jax_vmem_guard.policy import policy_from_environment
+
+
+def initialize() -> None:
+    """Install the guard if `JAX_VMEM_GUARD` asks for it, unless the program has already installed it itself."""
+    if hook.installed_policy() is not None:
+        return
+    try:
+        policy = policy_from_environment()
+    except ValueError as error:
+        # JAX would swallow the error and the program would run unguarded: let the first compile say it.
+        logging.getLogger("jax_vmem_guard").error("%s", error)
+        hook.refuse(error)
+        return
+    if policy.mode != "off":
+        hook.install(policy)

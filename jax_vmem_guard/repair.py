@@ -1,0 +1,260 @@
+"""Repairs one program: learns what its kernels need, plans, compiles the changed program, and escalates if it must."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax_vmem_guard import _jax, planner
+from jax_vmem_guard.build import Builder
+from jax_vmem_guard.changes import Change
+from jax_vmem_guard.chips import Chip, MiB, chip_for_device_kind
+from jax_vmem_guard.diagnosis import Diagnosis, diagnose
+from jax_vmem_guard.footprint import footprint
+from jax_vmem_guard.journal import Repair
+from jax_vmem_guard.kernels import Kernel
+from jax_vmem_guard.planner import Decision, Need, Probe, Step, Stuck, Variant
+from jax_vmem_guard.policy import Policy
+from jax_vmem_guard.probe import cannot_probe, prober
+from jax_vmem_guard.remedies import compile_limit, limit
+from jax_vmem_guard.suspects import named_by
+from jax_vmem_guard.used_vmem import InstructionVmem, used_scoped_vmem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What came of trying to repair a program: an executable and its repair, or neither and the reasons."""
+
+    executable: Any = None
+    repair: Repair | None = None
+    tried: tuple[str, ...] = ()
+
+
+def attempt_repair(program: _jax.Program, policy: Policy, diagnosis: Diagnosis) -> Attempt:
+    """Find the least change that makes a program compile which just failed with `diagnosis`."""
+    chip = chip_for_device_kind(program.device_kind)
+    if chip is None:
+        return Attempt(tried=(f"nothing: `{program.device_kind}` is not a chip this version knows",))
+    if policy.mode == "report":
+        return Attempt(tried=("nothing: mode `report` only explains; mode `fix` repairs",))
+    return _Session(program, policy, chip).run(diagnosis)
+
+
+class _Session:
+    """The state of one repair. Everything it decides follows from the program, the chip, the policy and the compiler."""
+
+    def __init__(self, program: _jax.Program, policy: Policy, chip: Chip):
+        self.program, self.policy, self.chip = program, policy, chip
+        self.builder = Builder(program, chip, policy)
+        flag = planner.flag_bytes(program.compiler_options, os.environ.get("LIBTPU_INIT_ARGS", ""))
+        self.kernels = {k.fingerprint: k for k in self.builder.kernels if k.core == "tc"}
+        self.limits = {f: planner.limit_in_force(k, chip=chip, flag_bytes=flag) for f, k in self.kernels.items()}
+        self.needs: dict[str, dict[Variant, Need]] = {f: {} for f in self.kernels}
+        self.refused: dict[str, frozenset[Variant]] = {f: frozenset() for f in self.kernels}
+        self.plan: dict[str, tuple[Change, ...]] = {}
+        self.at_capacity: set[str] = set()
+        self.options_change: Change | None = None
+        self.flag_bytes = flag if flag is not None else chip.default_limit_bytes
+        self.compiles, self.probes = 1, 0
+        self.tried: list[str] = []
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def run(self, diagnosis: Diagnosis) -> Attempt:
+        possible = self._plan_kernels() if diagnosis.is_kernel is not False else True
+        if possible and not self.plan:
+            possible = self._escalate(diagnosis)
+        while possible and self.compiles < self.policy.max_compiles:
+            self.compiles += 1
+            try:
+                executable = self._compile(self.plan, self.options_change)
+            except Exception as error:
+                possible = self._learn_from(error)
+            else:
+                return self._tighten(executable)
+        if possible:
+            self.tried.append(f"gave up after {self.compiles} compiles of the program (`Policy.max_compiles`)")
+        return Attempt(tried=tuple(self.tried))
+
+    def _plan_kernels(self) -> bool:
+        """Plan for every kernel that can be probed, and raise those that cannot but look too large."""
+        steps = self._decide({f: k for f, k in self.kernels.items() if cannot_probe(k) is None})
+        for fingerprint, step in steps.items():
+            if isinstance(step, Stuck):
+                self._note_stuck(fingerprint, step)
+            elif isinstance(step, Decision) and step.changes:
+                self.plan[fingerprint] = step.changes
+        if any(isinstance(step, Stuck) and not self._unknown(f) for f, step in steps.items()):
+            return False
+        for fingerprint, kernel in self.kernels.items():
+            if self._unknown(fingerprint) and self._looks_too_large(kernel):
+                self._raise_to_capacity(fingerprint)
+        return True
+
+    def _unknown(self, fingerprint: str) -> bool:
+        """Whether nothing is known of the kernel's need: it cannot be probed, or the probe failed for another reason."""
+        plain = self.needs[fingerprint].get(())
+        return plain is None or (not plain.fits and plain.bytes is None)
+
+    def _looks_too_large(self, kernel: Kernel) -> bool:
+        return kernel.readable and footprint(kernel, self.chip).at_most_bytes > self.limits[kernel.fingerprint]
+
+    def _decide(self, kernels: Mapping[str, Kernel]) -> dict[str, Step]:
+        """Ask the planner about each kernel and the compiler about each variant it wants to know."""
+        steps: dict[str, Step] = {}
+        while len(steps) < len(kernels):
+            wanted: dict[str, Variant] = {}
+            for fingerprint, kernel in kernels.items():
+                if fingerprint in steps:
+                    continue
+                step = planner.decide(
+                    kernel, limit_bytes=self.limits[fingerprint], needs=self.needs[fingerprint],
+                    refused=self.refused[fingerprint], chip=self.chip, policy=self.policy,
+                    proposals=self.builder.proposals)
+                if isinstance(step, Probe):
+                    wanted[fingerprint] = step.variant
+                else:
+                    steps[fingerprint] = step
+            self._probe(wanted)
+        return steps
+
+    def _probe(self, wanted: Mapping[str, Variant]) -> None:
+        modules = {}
+        for fingerprint, variant in wanted.items():
+            try:
+                modules[fingerprint, variant] = self.builder.alone(fingerprint, variant)
+            except Exception as error:
+                self.needs[fingerprint][variant] = Need(bytes=None, fits=False, problem=str(error))
+        needs, compiles = prober.needs(self.program, modules)
+        self.probes += compiles
+        for (fingerprint, variant), need in needs.items():
+            self.needs[fingerprint][variant] = need
+
+    # -- compiling the program -----------------------------------------------------------------------------------------
+
+    def _compile(self, plan: Mapping[str, tuple[Change, ...]], options_change: Change | None) -> Any:
+        module = self.builder.changed(plan)
+        options = compile_limit.options(options_change) if options_change is not None else None
+        return self.program.compile_changed(module, options)
+
+    def _learn_from(self, error: Exception) -> bool:
+        """After a failure of the changed program: is there something else to try?"""
+        diagnosis = diagnose(error)
+        self.tried.append(f"{self._plan_in_words()}: {_first_line(error)}")
+        if diagnosis is None:
+            return self._take_back(tuple(self.plan))
+        return self._escalate(diagnosis)
+
+    def _escalate(self, diagnosis: Diagnosis) -> bool:
+        """Allow more where the failure is: a limit at capacity first, other variants after that."""
+        if diagnosis.is_kernel is False and diagnosis.form == "limit":
+            return self._raise_flag(diagnosis)
+        suspects = named_by(diagnosis, self.builder.kernels) & set(self.kernels) or {
+            f for f in self.kernels if self._unknown(f)} or set(self.plan) or set(self.kernels)
+        raisable = sorted(f for f in suspects if f not in self.at_capacity
+                          and self.limits[f] < self.chip.capacity_bytes)
+        if diagnosis.form == "limit" and raisable and "limit" in self.policy.remedies:
+            for fingerprint in raisable:
+                self._raise_to_capacity(fingerprint)
+            return True
+        return self._take_back(sorted(suspects & set(self.plan)))
+
+    def _raise_to_capacity(self, fingerprint: str) -> None:
+        if "limit" not in self.policy.remedies:
+            return
+        kernel = self.kernels[fingerprint]
+        others = tuple(c for c in self.plan.get(fingerprint, ()) if c.remedy != limit.NAME)
+        self.plan[fingerprint] = (*others, limit.set_to(kernel, self.chip.capacity_bytes, need_bytes=None,
+                                                        limit_bytes=self.limits[fingerprint]))
+        self.at_capacity.add(fingerprint)
+
+    def _raise_flag(self, diagnosis: Diagnosis) -> bool:
+        if compile_limit.NAME not in self.policy.remedies:
+            self.tried.append(f"nothing: `{compile_limit.NAME}` is not among the allowed remedies")
+            return False
+        change = compile_limit.next_change(
+            diagnosis, previous=self.options_change, flag_bytes=self.flag_bytes, chip=self.chip)
+        if change is None:
+            return False
+        self.options_change = change
+        return True
+
+    def _take_back(self, fingerprints: tuple[str, ...] | list[str]) -> bool:
+        """These variants did not survive the compile of the whole program: plan others."""
+        changed = {f: tuple(c for c in self.plan[f] if c.remedy != limit.NAME) for f in fingerprints if f in self.plan}
+        if not changed:
+            return False
+        for fingerprint, variant in changed.items():
+            self.refused[fingerprint] |= {_without_need(variant)}
+            self.at_capacity.discard(fingerprint)
+            del self.plan[fingerprint]
+        steps = self._decide({f: self.kernels[f] for f in changed if not self._unknown(f)})
+        for fingerprint, step in steps.items():
+            if isinstance(step, Decision):
+                self.plan[fingerprint] = step.changes
+            elif isinstance(step, Stuck):
+                self._note_stuck(fingerprint, step)
+        return all(isinstance(step, Decision) for step in steps.values()) and len(steps) == len(changed)
+
+    # -- after success -------------------------------------------------------------------------------------------------
+
+    def _tighten(self, executable: Any) -> Attempt:
+        """Lower limits that were raised to the chip to what the compiler then reported, and prove that by a compile."""
+        used = used_scoped_vmem(executable)
+        plan = {f: self._tightened(f, changes, used) for f, changes in self.plan.items()}
+        plan = {f: changes for f, changes in plan.items() if changes}
+        flag_change = compile_limit.tightened(self.options_change, used, self.chip) if self.options_change else None
+        if (plan, flag_change) != (self.plan, self.options_change) and self.compiles < self.policy.max_compiles:
+            self.compiles += 1
+            try:
+                executable = self._compile(plan, flag_change)
+                self.plan, self.options_change = plan, flag_change
+            except Exception as error:
+                self.tried.append(f"limits at what was used: {_first_line(error)}")
+        return self._success(executable)
+
+    def _tightened(self, fingerprint: str, changes: tuple[Change, ...],
+                   used: tuple[InstructionVmem, ...]) -> tuple[Change, ...]:
+        if fingerprint not in self.at_capacity:
+            return changes
+        most = max((row.used_bytes or 0 for row in used if self.builder.is_label_of(row.label, fingerprint)), default=0)
+        if not most:
+            return changes
+        others = tuple(c for c in changes if c.remedy != limit.NAME)
+        if most <= self.limits[fingerprint]:
+            return others
+        return (*others, limit.raise_to(self.kernels[fingerprint], need_bytes=most,
+                                        limit_bytes=self.limits[fingerprint], chip=self.chip))
+
+    def _success(self, executable: Any) -> Attempt:
+        changes = tuple(change for f in self.kernels for change in self.plan.get(f, ()))
+        if self.options_change is not None:
+            changes += (self.options_change,)
+        repair = Repair(program=self.program.name, chip=self.chip.name, compiles=self.compiles, probes=self.probes,
+                        changes=changes)
+        return Attempt(executable=executable, repair=repair, tried=tuple(self.tried))
+
+    # -- words ---------------------------------------------------------------------------------------------------------
+
+    def _note_stuck(self, fingerprint: str, step: Stuck) -> None:
+        kernel = self.kernels[fingerprint]
+        need = "" if step.need_bytes is None else f"; the least need seen is {step.need_bytes / MiB:.2f} MiB"
+        self.tried.append(f"{step.reason}{need}; the limit is {self.limits[fingerprint] / MiB:.2f} MiB, the chip has "
+                          f"{self.chip.capacity_bytes / MiB:.2f} MiB" + (f" ({kernel.source})" if kernel.source else ""))
+
+    def _plan_in_words(self) -> str:
+        changes = [change for changes in self.plan.values() for change in changes]
+        if self.options_change is not None:
+            changes.append(self.options_change)
+        return "; ".join(f"{c.kernel}: {c.after}" for c in changes) or "no change"
+
+
+def _without_need(variant: Variant) -> Variant:
+    """The variant as the planner proposed it, before its need was noted."""
+    return tuple(planner.with_need(change, None) for change in variant)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

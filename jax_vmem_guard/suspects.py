@@ -1,0 +1,29 @@
+"""Which kernels a failure is about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from jax_vmem_guard.custom_call import ordinal_in_label
+from jax_vmem_guard.diagnosis import Diagnosis
+from jax_vmem_guard.kernels import Kernel
+
+
+def named_by(diagnosis: Diagnosis, kernels: Iterable[Kernel]) -> set[str]:
+    """Fingerprints of the kernels that the message is about; empty where it does not tell.
+
+    The guard's own label decides where the message has it. Without one, a name or a source line counts only if it
+    points at a single kernel.
+    """
+    kernels = tuple(kernels)
+    ordinal = ordinal_in_label(diagnosis.label)
+    if ordinal is not None:
+        return {k.fingerprint for k in kernels if k.ordinal == ordinal}
+    base = re.sub(r"(\.\d+)+$", "", diagnosis.instruction or "")
+    for same in (lambda k: bool(base) and k.name == base,
+                 lambda k: diagnosis.source is not None and k.source == diagnosis.source):
+        found = {k.fingerprint for k in kernels if same(k)}
+        if len(found) == 1:
+            return found
+    return set()
