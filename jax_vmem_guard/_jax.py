@@ -59,6 +59,7 @@ def parse_stablehlo(program: str | bytes) -> Any:
 
 #: What the guard keeps on a lowering; JAX's own attributes are never written.
 _RECORD = "_jax_vmem_guard"
+_REPAIRED = "_jax_vmem_guard_repaired"
 
 
 def _pxla() -> Any:
@@ -244,6 +245,19 @@ class Program:
             options = {**(options or {}), **extra_options}
         self._intercept(module, {**self.compiler_options, **(extra_options or {})})
         return self._compile(changed, options, device_assignment=self._device_assignment)
+
+    @property
+    def repaired(self) -> tuple[Any, Any] | None:
+        """(policy, executable) of an earlier repair of this same lowering, or None."""
+        return getattr(self._computation, _REPAIRED, None) if self._is_plain_call() else None
+
+    def remember_repaired(self, policy: Any, executable: Any) -> None:
+        """Keep a repaired executable with its lowering, as JAX keeps one that compiled at once, but beside JAX's own."""
+        if self._is_plain_call():
+            setattr(self._computation, _REPAIRED, (policy, executable))
+
+    def _is_plain_call(self) -> bool:
+        return self._call_options is None and self._device_assignment is None
 
     def _intercept(self, module: Any, options: dict[str, Any]) -> None:
         for interceptor in tuple(compile_interceptors):
