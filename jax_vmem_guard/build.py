@@ -36,15 +36,29 @@ class Builder:
         kernel = self._by_fingerprint[fingerprint]
         at_capacity = limit.set_to(kernel, self._chip.capacity_bytes, need_bytes=None, limit_bytes=0)
         module = custom_call.isolate(self._program.module, kernel.ordinal)
-        return custom_call.apply_changes(module, {fingerprint: (*variant, at_capacity)}, {0: fingerprint})
+        return _edited(module, {0: (*variant, at_capacity)})
 
     def changed(self, plan: Mapping[str, tuple[Change, ...]]) -> Any:
         """A copy of the program's module with the plan applied, its kernels labelled."""
-        module = custom_call.apply_changes(self._program.module, dict(plan), self._ordinals)
-        custom_call.label(module)
-        return module
+        labelled = custom_call.label(self._program.module)
+        return _edited(labelled, {ordinal: plan.get(fingerprint, ()) for ordinal, fingerprint in self._ordinals.items()})
 
     def is_label_of(self, label: str | None, fingerprint: str) -> bool:
         """Whether a label the compiler shows belongs to a kernel with this fingerprint."""
-        ordinal = custom_call.ordinal_in_label(label)
-        return ordinal is not None and self._ordinals.get(ordinal) == fingerprint
+        return any(self._ordinals.get(ordinal) == fingerprint for ordinal in labelled_ordinals(label))
+
+
+def labelled_ordinals(text: str | None) -> tuple[int, ...]:
+    """Ordinals of the kernels whose labels, as `custom_call.label` gave them, stand in a text of the compiler."""
+    return tuple(int(label[1:]) for label in custom_call.labels_in(text or "") if label[1:].isdigit())
+
+
+def _edited(module: Any, changes: Mapping[int, tuple[Change, ...]]) -> Any:
+    """A copy of `module` with changes made to its custom calls, by ordinal."""
+
+    def change(ordinal: int, config: dict[str, Any]) -> bool:
+        for one in changes.get(ordinal, ()):
+            MODULE_REMEDIES[one.remedy].apply(config, one)
+        return bool(changes.get(ordinal))
+
+    return custom_call.edit(module, change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from jax_vmem_guard.custom_call import ordinal_in_label
+from jax_vmem_guard.build import labelled_ordinals
 from jax_vmem_guard.diagnosis import Diagnosis
 from jax_vmem_guard.kernels import Kernel
 
@@ -17,9 +17,9 @@ def named_by(diagnosis: Diagnosis, kernels: Iterable[Kernel]) -> set[str]:
     points at a single kernel.
     """
     kernels = tuple(kernels)
-    ordinal = ordinal_in_label(diagnosis.label)
-    if ordinal is not None:
-        return {k.fingerprint for k in kernels if k.ordinal == ordinal}
+    ordinals = labelled_ordinals(diagnosis.label)
+    if ordinals:
+        return {k.fingerprint for k in kernels if k.ordinal in ordinals}
     base = re.sub(r"(\.\d+)+$", "", diagnosis.instruction or "")
     for same in (lambda k: bool(base) and k.name == base,
                  lambda k: diagnosis.source is not None and k.source == diagnosis.source):
