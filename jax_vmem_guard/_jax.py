@@ -11,10 +11,9 @@ import functools
 import importlib
 import inspect
 import io
-
-
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
