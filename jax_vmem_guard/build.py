@@ -45,12 +45,13 @@ class Builder:
 
     def is_label_of(self, label: str | None, fingerprint: str) -> bool:
         """Whether a label the compiler shows belongs to a kernel with this fingerprint."""
-        return any(self._ordinals.get(ordinal) == fingerprint for ordinal in labelled_ordinals(label))
+        ordinal = labelled_ordinal(label)
+        return ordinal is not None and self._ordinals.get(ordinal) == fingerprint
 
 
-def labelled_ordinals(text: str | None) -> tuple[int, ...]:
-    """Ordinals of the kernels whose labels, as `custom_call.label` gave them, stand in a text of the compiler."""
-    return tuple(int(label[1:]) for label in custom_call.labels_in(text or "") if label[1:].isdigit())
+def labelled_ordinal(label: str | None) -> int | None:
+    """The ordinal in a label that `custom_call.label` gave ("k7" -> 7), or None."""
+    return int(label[1:]) if label and label[:1] == "k" and label[1:].isdigit() else None
 
 
 def _edited(module: Any, changes: Mapping[int, tuple[Change, ...]]) -> Any:

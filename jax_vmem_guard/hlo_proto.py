@@ -20,7 +20,7 @@ _RIEGELI_CHUNK_HEADER = 40
 # HloModuleProto, HloComputationProto, HloInstructionProto
 _MODULE_NAME, _MODULE_COMPUTATIONS, _MODULE_CONFIG_TABLE = 1, 3, 22
 _COMPUTATION_INSTRUCTIONS, _COMPUTATION_ID = 2, 5
-_NAME, _OPCODE, _METADATA, _CALL_TARGET, _CALLED_IDS, _CONFIG, _CONFIG_REFERENCE = 1, 2, 7, 28, 38, 43, 99
+_NAME, _OPCODE, _METADATA, _CALL_TARGET, _CALLED_IDS, _CONFIG, _FRONTEND, _CONFIG_REFERENCE = 1, 2, 7, 28, 38, 43, 68, 99
 _OP_NAME = 2
 _DEEPEST = 8  # messages around the module; five were seen
 
@@ -29,7 +29,8 @@ _DEEPEST = 8  # messages around the module; five were seen
 class ProtoInstruction:
     """What the search keeps of one HLO instruction; `config` is its backend config, JSON as text.
 
-    `inside` names the tpu_custom_call in a computation the instruction calls, if there is one.
+    `inside` names the tpu_custom_call in a computation the instruction calls, if there is one. `frontend` is the text of
+    the frontend attributes, the guard's label among them: its own, or those of the kernel inside.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ProtoInstruction:
     op_name: str
     config: str
     inside: str | None
+    frontend: str
 
 
 def instructions_in(serialized: bytes) -> tuple[ProtoInstruction, ...]:
@@ -66,21 +68,22 @@ def _instructions(module: dict[int, list[bytes | int]]) -> Iterator[ProtoInstruc
         parsed = [_parse(i) for i in computation.get(_COMPUTATION_INSTRUCTIONS, [])]
         computations[number] = [p for p in parsed if p is not None and _NAME in p and _OPCODE in p]
     kernels = {
-        number: _text(p, _NAME) for number, body in computations.items() for p in body
-        if _text(p, _CALL_TARGET) == "tpu_custom_call"
+        number: p for number, body in computations.items() for p in body if _text(p, _CALL_TARGET) == "tpu_custom_call"
     }
     for body in computations.values():
         for fields in body:
             config = _config(fields, table)
             if config:
                 metadata = _parse(fields[_METADATA][0]) if _METADATA in fields else None
+                inside = next((kernels[c] for c in _numbers(fields, _CALLED_IDS) if c in kernels), None)
                 yield ProtoInstruction(
                     name=_text(fields, _NAME),
                     opcode=_text(fields, _OPCODE),
                     target=_text(fields, _CALL_TARGET),
                     op_name=_text(metadata, _OP_NAME) if metadata else "",
                     config=config,
-                    inside=next((kernels[c] for c in _numbers(fields, _CALLED_IDS) if c in kernels), None),
+                    inside=_text(inside, _NAME) if inside else None,
+                    frontend=_text(inside or fields, _FRONTEND),
                 )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from jax_vmem_guard.build import labelled_ordinals
+from jax_vmem_guard.build import labelled_ordinal
+from jax_vmem_guard.custom_call import labels_in
 from jax_vmem_guard.diagnosis import Diagnosis
 from jax_vmem_guard.kernels import Kernel
 
@@ -17,7 +18,7 @@ def named_by(diagnosis: Diagnosis, kernels: Iterable[Kernel]) -> set[str]:
     points at a single kernel.
     """
     kernels = tuple(kernels)
-    ordinals = labelled_ordinals(diagnosis.label)
+    ordinals = {labelled_ordinal(label) for label in labels_in(diagnosis.label or "")}
     if ordinals:
         return {k.fingerprint for k in kernels if k.ordinal in ordinals}
     base = re.sub(r"(\.\d+)+$", "", diagnosis.instruction or "")

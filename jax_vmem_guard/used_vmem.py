@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax_vmem_guard.custom_call import labels_in
 from jax_vmem_guard.hlo_proto import instructions_in
 
 TARGET = "tpu_custom_call"
@@ -26,6 +27,7 @@ class InstructionVmem:
       limit_bytes: the limit written at the instruction; None where it follows the default.
       op_name: where it comes from in the traced program; "" if unknown.
       kernel: HLO name of the custom call, where the instruction is a fusion around it; else its own name for a kernel.
+      label: the guard's label of the kernel (`custom_call.label`), where it has one.
       config: its backend config.
     """
 
@@ -36,6 +38,7 @@ class InstructionVmem:
     limit_bytes: int | None
     op_name: str = ""
     kernel: str | None = None
+    label: str | None = None
     config: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -69,7 +72,8 @@ def read_hlo_text(text: str) -> tuple[InstructionVmem, ...]:
     result = []
     for row, called in rows:
         inside = next((kernels_of_computations[c] for c in called if c in kernels_of_computations), None)
-        keep = _row(row["name"], row["opcode"], row["target"], row["op_name"], row["config"], inside)
+        keep = _row(row["name"], row["opcode"], row["target"], row["op_name"], row["config"],
+                    *(inside or (None, row["head"])))
         if keep is not None:
             result.append(keep)
     return tuple(result)
@@ -78,7 +82,8 @@ def read_hlo_text(text: str) -> tuple[InstructionVmem, ...]:
 def _from_serialized(serialized: bytes) -> tuple[InstructionVmem, ...]:
     rows = []
     for found in instructions_in(serialized):
-        row = _row(found.name, found.opcode, found.target, found.op_name, _json(found.config), found.inside)
+        row = _row(found.name, found.opcode, found.target, found.op_name, _json(found.config), found.inside,
+                   found.frontend)
         if row is not None:
             rows.append(row)
     if not rows:
@@ -87,8 +92,8 @@ def _from_serialized(serialized: bytes) -> tuple[InstructionVmem, ...]:
 
 
 def _row(name: str, opcode: str, target: str, op_name: str, config: dict[str, Any],
-         inside: str | None) -> InstructionVmem | None:
-    """A record for an instruction that matters, None for one that does not."""
+         inside: str | None, labelled: str) -> InstructionVmem | None:
+    """A record for an instruction that matters, None for one that does not. `labelled` is the text to find a label in."""
     used = _size(config, "used_scoped_memory_configs")
     is_kernel = target == TARGET or (opcode == "fusion" and inside is not None)
     own_kernel = target == TARGET
@@ -97,7 +102,8 @@ def _row(name: str, opcode: str, target: str, op_name: str, config: dict[str, An
     return InstructionVmem(
         name=name, opcode=opcode, is_kernel=is_kernel, used_bytes=used or 0,
         limit_bytes=_size(config, "scoped_memory_configs"), op_name=op_name,
-        kernel=name if own_kernel else inside if is_kernel else None, config=config,
+        kernel=name if own_kernel else inside if is_kernel else None,
+        label=next(iter(labels_in(labelled)), None) if is_kernel else None, config=config,
     )
 
 
@@ -134,13 +140,14 @@ def _row_of_text(segment: tuple[str, str]) -> tuple[dict[str, Any], list[str]]:
         "target": target.group(1) if target else "",
         "op_name": op_name.group(1) if op_name else "",
         "config": _json(config),
+        "head": head,
     }
     return row, _CALLS.findall(head)
 
 
-def _kernels_of_computations(text: str) -> dict[str, str]:
-    """Computation name -> name of the TPU custom call in it (the last one, if there are several)."""
-    kernels: dict[str, str] = {}
+def _kernels_of_computations(text: str) -> dict[str, tuple[str, str]]:
+    """Computation name -> name and text of the TPU custom call in it (the last one, if there are several)."""
+    kernels: dict[str, tuple[str, str]] = {}
     if TARGET not in text:
         return kernels
     headers = [(m.start(), m.group(1)) for m in _COMPUTATION.finditer(text)]
@@ -151,7 +158,7 @@ def _kernels_of_computations(text: str) -> dict[str, str]:
             position += 1
         end = following.start() if following else len(text)
         if headers and f'custom_call_target="{TARGET}"' in text[match.end():end]:
-            kernels[headers[position][1]] = match.group(1)
+            kernels[headers[position][1]] = match.group(1), text[match.end():end]
     return kernels
 
 
