@@ -1,1 +1,13 @@
-"""One file per remedy: what it proposes for a kernel, and how a change is written into the program."""
+"""One file per remedy: what it proposes for a kernel, and how a change is written into the program.
+
+`MODULE_REMEDIES` maps a remedy's name to the module that proposes changes for one kernel and writes them into its
+custom call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax_vmem_guard.remedies import limit
+
+MODULE_REMEDIES: dict[str, Any] = {limit.NAME: limit}
