@@ -43,6 +43,7 @@ class Diagnosis:
     source: str | None
     breakdown: tuple[Allocation, ...]
     text: str
+    label: str | None = None
 
 
 def diagnose(error: BaseException | str) -> Diagnosis | None:
