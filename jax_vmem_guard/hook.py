@@ -7,6 +7,7 @@ The state of this file is the only global state of the guard besides the journal
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from jax_vmem_guard import _jax, guard
@@ -32,6 +33,11 @@ class GuardedName(str):
         # A copy in another process is not guarded there; it is the plain name.
         return str, (str(self),)
 
+
+#: Called as `detour(lower, closed_jaxpr, arguments, keywords)` before a program is lowered; `lower` is what JAX would
+#: call, guarded. The first that does not return `NotImplemented` gives the lowered program. `check` and `rehearse`
+#: stand here, to lower a program for chips that are not in this machine.
+lowering_detours: list[Callable[..., Any]] = []
 
 _lock = threading.Lock()
 _seams = _jax.Seams()
@@ -63,7 +69,8 @@ def uninstall() -> None:
     `vmem_guard.jit(...)`."""
     global _installed
     with _lock:
-        _seams.restore()
+        if not lowering_detours:
+            _seams.restore()
         _installed = None
 
 
@@ -88,11 +95,38 @@ def installed_policy() -> Policy | None:
     return _installed
 
 
+def add_detour(detour: Callable[..., Any]) -> None:
+    """Let `detour` see every program before it is lowered; see `lowering_detours`."""
+    with _lock:
+        _seams.patch(_on_lower, _on_compile)
+        lowering_detours.append(detour)
+
+
+def remove_detour(detour: Callable[..., Any], *, uninstall_too: bool) -> None:
+    """Undo `add_detour`. With `uninstall_too`, put JAX back as it was if nothing else needs the guard."""
+    with _lock:
+        lowering_detours.remove(detour)
+        if uninstall_too and not lowering_detours and _installed is None:
+            _seams.restore()
+
+
+def seams_active() -> bool:
+    """Whether JAX's lowering and compiling go through the guard, for whatever reason."""
+    return _seams.active
+
+
 def _on_lower(original: Any, closed_jaxpr: Any, api_name: str, fun_name: str, *args: Any, **kwargs: Any) -> Any:
-    computation = original(closed_jaxpr, api_name, fun_name, *args, **kwargs)
-    lowering = _jax.Lowering(closed_jaxpr, fun_name, original, (api_name, fun_name, *args), kwargs)
-    _jax.remember_lowering(computation, lowering)
-    return computation
+    def lower(closed_jaxpr: Any, api_name: str, fun_name: str, *args: Any, **kwargs: Any) -> Any:
+        computation = original(closed_jaxpr, api_name, fun_name, *args, **kwargs)
+        lowering = _jax.Lowering(closed_jaxpr, fun_name, original, (api_name, fun_name, *args), kwargs)
+        _jax.remember_lowering(computation, lowering)
+        return computation
+
+    for detour in tuple(lowering_detours):
+        computation = detour(lower, closed_jaxpr, (api_name, fun_name, *args), kwargs)
+        if computation is not NotImplemented:
+            return computation
+    return lower(closed_jaxpr, api_name, fun_name, *args, **kwargs)
 
 
 def _on_compile(original: Any, computation: Any, compiler_options: Any, device_assignment: Any) -> Any:
