@@ -491,3 +491,65 @@ def name_of(fun: Any) -> str:
     from jax._src import util
 
     return str(_require(util, "fun_name")(fun))
+
+
+
+
+# --- Many processes ---------------------------------------------------------------------------------------------------
+
+
+class KeyValueStore:
+    """The key-value store of JAX's coordination service, which all processes of a distributed job share.
+
+    Client methods seen in jax 0.8.1 to 0.12.0: `key_value_set(key, value, allow_overwrite)`, `key_value_try_get(key)`,
+    `blocking_key_value_get(key, timeout_in_ms)`; they raise `JaxRuntimeError` with a status word in front.
+
+    Every method raises ConnectionError where the service does not answer.
+    """
+
+    def __init__(self, client: Any, process_id: int, num_processes: int):
+        self._set = _require(client, "key_value_set")
+        self._try_get = _require(client, "key_value_try_get")
+        self._blocking_get = _require(client, "blocking_key_value_get")
+        self.process_id = process_id
+        self.num_processes = num_processes
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a key, whatever it was."""
+        try:
+            self._set(key, value, True)
+        except RuntimeError as error:
+            raise ConnectionError(str(error)) from error
+
+    def set_first(self, key: str, value: str) -> None:
+        """Sets a key that has no value yet; leaves one that has."""
+        try:
+            self._set(key, value, False)
+        except RuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise ConnectionError(str(error)) from error
+
+    def get(self, key: str, timeout_s: float) -> str | None:
+        """The value, waiting up to `timeout_s` seconds for it; None if there is none."""
+        try:
+            if timeout_s <= 0:
+                return str(self._try_get(key))
+            return str(self._blocking_get(key, max(1, int(timeout_s * 1000))))
+        except RuntimeError as error:
+            if "NOT_FOUND" in str(error) or "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise ConnectionError(str(error)) from error
+
+
+def key_value_store() -> KeyValueStore | None:
+    """The store of this job; None where `jax.distributed.initialize` was not called, or for one process only.
+
+    `jax._src.distributed.global_state` with `client`, `process_id`, `num_processes`: 0.8.1 to 0.12.0.
+    """
+    from jax._src import distributed
+
+    state = _require(distributed, "global_state")
+    client = _require(state, "client")
+    if client is None or state.num_processes <= 1:
+        return None
+    return KeyValueStore(client, int(state.process_id), int(state.num_processes))
