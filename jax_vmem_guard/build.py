@@ -58,7 +58,7 @@ def _edited(module: Any, changes: Mapping[int, tuple[Change, ...]]) -> Any:
     """A copy of `module` with changes made to its custom calls, by ordinal."""
 
     def change(ordinal: int, config: dict[str, Any]) -> bool:
-        for one in changes.get(ordinal, ()):
+        for one in sorted(changes.get(ordinal, ()), key=lambda c: c.remedy != limit.NAME):
             MODULE_REMEDIES[one.remedy].apply(config, one)
         return bool(changes.get(ordinal))
 

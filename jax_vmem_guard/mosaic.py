@@ -167,6 +167,22 @@ def _read(module: Any, function: Any, functions: dict[str, Any], ir_version: int
     )
 
 
+def index_map_code(kernel: MosaicKernel, position: int) -> str | None:
+    """The code of the index map of the window at `position`, its name left out; None where it has none.
+
+    Two windows with the same code and block shape are at the same place of their arrays in every grid step.
+    """
+    ir = _jax.ir()
+    attributes = kernel.function.attributes
+    params = list(attributes["window_params"]) if "window_params" in attributes else []
+    param = ir.DictAttr(params[position]) if position < len(params) else {}
+    if "transform_indices" not in param:
+        return None
+    name = ir.FlatSymbolRefAttr(param["transform_indices"]).value
+    transform = next((op for op in kernel.module.body.operations if _symbol(op) == name), None)
+    return None if transform is None else "".join(str(block) for block in transform.regions[0].blocks)
+
+
 def read_ref(type_: Any) -> Ref:
     """The record of an MLIR memref type; anything else has memory space "none"."""
     ir = _jax.ir()

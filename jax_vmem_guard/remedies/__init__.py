@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_vmem_guard.remedies import limit
+from jax_vmem_guard.remedies import buffering, coloring, limit
 
-MODULE_REMEDIES: dict[str, Any] = {limit.NAME: limit}
+MODULE_REMEDIES: dict[str, Any] = {remedy.NAME: remedy for remedy in (limit, buffering, coloring)}

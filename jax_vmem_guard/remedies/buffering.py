@@ -20,7 +20,9 @@ from typing import Any
 from jax_vmem_guard import _jax
 from jax_vmem_guard.changes import Change
 from jax_vmem_guard.chips import Chip, MiB
+from jax_vmem_guard.footprint import block_bytes
 from jax_vmem_guard.kernels import Kernel, Window
+from jax_vmem_guard.mosaic import index_map_code
 from jax_vmem_guard.policy import Policy
 
 NAME = "buffering"
@@ -40,19 +42,21 @@ class Candidate:
     Attributes:
       position: among the windows of the kernel's code, which scalar prefetch operands are not part of.
       window: its record.
+      saved_bytes: what one buffer less frees: one block, padding included.
       invariant: the block stays the same over the innermost grid steps, so most steps wait for nothing.
       transfers: how often another block is loaded or stored in a run over the whole grid.
     """
 
     position: int
     window: Window
+    saved_bytes: int
     invariant: bool
     transfers: int
 
     @property
     def rank(self) -> tuple[bool, float, int]:
         """Sorts what loses least first: invariant windows, then by bytes saved for each transfer that is now awaited."""
-        return (not self.invariant, -self.window.block_bytes / self.transfers, self.position)
+        return (not self.invariant, -self.saved_bytes / self.transfers, self.position)
 
 
 def propose(kernel: Kernel, *, need_bytes: int, target_bytes: int, chip: Chip, policy: Policy) -> tuple[Change, ...]:
@@ -66,17 +70,17 @@ def propose(kernel: Kernel, *, need_bytes: int, target_bytes: int, chip: Chip, p
       kernel: the kernel as it is.
       need_bytes: scoped VMEM it needs.
       target_bytes: what the need must come down to.
-      chip: the chip it is compiled for; one buffer takes the same on all of them.
+      chip: the chip it is compiled for; the padding of a block depends on it.
       policy: what the guard may do; nothing in it concerns this remedy.
     """
-    del chip, policy
-    ranked = sorted(candidates(kernel), key=lambda c: c.rank)
+    del policy
+    ranked = sorted(candidates(kernel, chip), key=lambda c: c.rank)
     if not ranked or need_bytes <= target_bytes:
         return ()
     return tuple(_change(kernel, chosen, need_bytes) for chosen in _choices(ranked, need_bytes - target_bytes))
 
 
-def candidates(kernel: Kernel) -> Iterator[Candidate]:
+def candidates(kernel: Kernel, chip: Chip) -> Iterator[Candidate]:
     """The windows that have two buffers and keep their meaning with one."""
     if not kernel.readable or kernel.core != "tc":
         return
@@ -84,8 +88,8 @@ def candidates(kernel: Kernel) -> Iterator[Candidate]:
     for position, window in enumerate(w for w in kernel.windows if w.role != "prefetch"):
         if window.memory_space != "vmem" or window.buffers < 2 or window.synchronous or window.operand in in_place:
             continue
-        yield Candidate(position=position, window=window, invariant=_invariant(kernel, window),
-                        transfers=_transfers(kernel, window))
+        yield Candidate(position=position, window=window, saved_bytes=block_bytes(window, chip),
+                        invariant=_invariant(kernel, window), transfers=_transfers(kernel, window))
 
 
 def _choices(ranked: Sequence[Candidate], excess: int) -> Iterator[tuple[Candidate, ...]]:
@@ -111,7 +115,7 @@ def _without_needless(chosen: tuple[Candidate, ...], excess: int) -> tuple[Candi
 
 
 def _saved(chosen: Sequence[Candidate]) -> int:
-    return sum(c.window.block_bytes * (c.window.buffers - 1) for c in chosen)
+    return sum(c.saved_bytes for c in chosen)
 
 
 def _invariant(kernel: Kernel, window: Window) -> bool:
@@ -143,19 +147,24 @@ def _overwritten_elsewhere(kernel: Kernel) -> frozenset[int]:
     its author may have relied on the order, so both windows stay as they are. Where operand and result move in the
     same way, each block is read before it is stored, whatever the buffering.
     """
-    outputs = [w for w in kernel.windows if w.role == "output"]
-    by_operand = {w.operand: w for w in kernel.windows if w.role == "input"}
+    outputs = [w.operand for w in kernel.windows if w.role == "output"]
     elsewhere: set[int] = set()
     for result, operand in kernel.aliases:
-        source, target = by_operand.get(operand), outputs[result] if result < len(outputs) else None
-        if source is None or target is None:
-            continue
-        together = (source.block_shape == target.block_shape and source.varies_with is not None
-                    and source.varies_with == target.varies_with
-                    and not getattr(source, "data_dependent", False) and not getattr(target, "data_dependent", False))
-        if not together:
-            elsewhere |= {source.operand, target.operand}
+        target = outputs[result] if result < len(outputs) else None
+        source_map, target_map = _index_map(kernel, operand), _index_map(kernel, target)
+        if source_map is None or source_map != target_map:
+            elsewhere |= {operand, target} if target is not None else {operand}
     return frozenset(elsewhere)
+
+
+def _index_map(kernel: Kernel, operand: int | None) -> tuple[tuple[int, ...], str] | None:
+    """The block shape of a window and the code of its index map; None where there is none to read."""
+    windows = [w for w in kernel.windows if w.role != "prefetch"]
+    position = next((i for i, w in enumerate(windows) if w.operand == operand), None)
+    if position is None or kernel.code is None or windows[position].data_dependent:
+        return None
+    code = index_map_code(kernel.code, position)
+    return None if code is None else (windows[position].block_shape, code)
 
 
 def _change(kernel: Kernel, chosen: Sequence[Candidate], need_bytes: int) -> Change:
