@@ -22,8 +22,12 @@ class IndexMap:
 
     @property
     def constant(self) -> bool:
-        """The block index is the same in every grid step, whatever the data."""
-        return not self.axes and not self.reads_memory
+        """The block index is the same in every grid step.
+
+        Prefetched scalars stay what they are while a kernel runs, so an index map that reads them at a fixed place is
+        constant too; the compiler gives such a window one buffer (libtpu 0.0.30 and 0.0.52, v4 to tpu7x).
+        """
+        return not self.axes
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def _run(block: Any, values: dict[Any, _Value]) -> _Value:
     result = _Value()
     for op in block.operations:
         operation = op.operation
-        operands = [values.get(v, _Value(reads_memory=True)) for v in operation.operands]
+        # A value from elsewhere may depend on everything.
+        operands = [values[v] if v in values else _union(list(values.values())) for v in operation.operands]
         value = _evaluate(operation, operands)
         for region in operation.regions:
             for inner in region.blocks:

@@ -178,6 +178,9 @@ def index_map_code(kernel: MosaicKernel, position: int) -> str | None:
     param = ir.DictAttr(params[position]) if position < len(params) else {}
     if "transform_indices" not in param:
         return None
+    text = str(param["transform_indices"])
+    if text.startswith("affine_map<"):
+        return text
     name = ir.FlatSymbolRefAttr(param["transform_indices"]).value
     transform = next((op for op in kernel.module.body.operations if _symbol(op) == name), None)
     return None if transform is None else "".join(str(block) for block in transform.regions[0].blocks)

@@ -76,7 +76,8 @@ def _need(program: _jax.Program, module: Any) -> Need:
         if diagnosis is None:
             return Need(bytes=None, fits=False, problem=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
         return Need(bytes=diagnosis.size_bytes, fits=False)
-    used = [row.used_bytes for row in used_scoped_vmem(executable) if row.used_bytes is not None]
+    # A copy of a colored operand or result uses scoped VMEM too (8 MiB on v5p): what counts is the kernel.
+    used = [row.used_bytes for row in used_scoped_vmem(executable) if row.is_kernel]
     if not used:
         return Need(bytes=None, fits=False, problem="the compiler did not report what it used")
     return Need(bytes=max(used), fits=True)
