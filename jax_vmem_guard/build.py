@@ -55,7 +55,10 @@ def labelled_ordinal(label: str | None) -> int | None:
 
 
 def _edited(module: Any, changes: Mapping[int, tuple[Change, ...]]) -> Any:
-    """A copy of `module` with changes made to its custom calls, by ordinal."""
+    """A copy of `module` with changes made to its custom calls, by ordinal.
+
+    Limits come first: coloring lowers the limit to what the colored arrays leave of the chip.
+    """
 
     def change(ordinal: int, config: dict[str, Any]) -> bool:
         for one in sorted(changes.get(ordinal, ()), key=lambda c: c.remedy != limit.NAME):
