@@ -179,9 +179,9 @@ def remembered_lowering(computation: Any) -> Lowering | None:
     return getattr(computation, _RECORD, None)
 
 
-#: Called as (program name, module, compiler options) before each compile of a guarded program; one that raises takes
-#: the place of the compiler. Fault injection (`testing.py`) stands here.
-compile_interceptors: list[Callable[[str, Any, dict[str, Any]], None]] = []
+#: Called as (program, module, compiler options, alone) before each compile; one that raises takes the place of the
+#: compiler. `alone` says that the module is one kernel of the program. Fault injection (`testing.py`) stands here.
+compile_interceptors: list[Callable[[Any, Any, dict[str, Any], bool], None]] = []
 
 
 class Program:
@@ -258,9 +258,9 @@ class Program:
     def _is_plain_call(self) -> bool:
         return self._call_options is None and self._device_assignment is None
 
-    def _intercept(self, module: Any, options: dict[str, Any]) -> None:
+    def _intercept(self, module: Any, options: dict[str, Any], alone: bool = False) -> None:
         for interceptor in tuple(compile_interceptors):
-            interceptor(self.name, module, options)
+            interceptor(self, module, options, alone)
 
     def lower_again(self, closed_jaxpr: Any) -> Program:
         """The program with another traced body of the same signature.
@@ -288,6 +288,7 @@ class Program:
         options = _require(compiler, "get_compile_options")(
             num_replicas=1, num_partitions=1, device_assignment=np.array([[device.id]]),
             env_options_overrides=overrides, detailed_logging=False, backend=backend)
+        self._intercept(module, overrides, alone=True)
         return _require(compiler, "backend_compile_and_load")(
             backend, module, _device_list((device,)), options, [])
 
@@ -486,6 +487,16 @@ def parse_mosaic(body: bytes) -> Any:
         with module.context:
             PassManager.parse("builtin.module(mosaic-serde{serialize=false})").run(module.operation)
     return module
+def kernel_names(jaxpr: Any) -> Iterator[str]:
+    """Names of the Pallas kernels a traced program calls, for any backend, interpreted ones too.
+
+    Primitives `pallas_call` (0.8.1 to 0.12.0) and `mpmd_map` (0.10.2, 0.12.0), both with a parameter `name`.
+    """
+    for equation in equations(jaxpr):
+        if equation.primitive.name in ("pallas_call", "mpmd_map"):
+            yield str(equation.params.get("name"))
+
+
 def name_of(fun: Any) -> str:
     """The name JAX gives a program made from `fun` (`jax._src.util.fun_name`, 0.8.1 to 0.12.0)."""
     from jax._src import util

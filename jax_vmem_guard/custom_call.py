@@ -108,6 +108,12 @@ def label(module: Any, labels: Iterable[str] | None = None) -> Any:
     return copy
 
 
+def metadata_text(op: Any) -> str:
+    """The kernel's metadata as its author, and the guard, put it there: usually JSON, "{}" where there is none."""
+    attributes = _named(op.attributes[_FRONTEND]) if _FRONTEND in op.attributes else {}
+    return str(_jax.ir().StringAttr(attributes[_METADATA]).value) if _METADATA in attributes else "{}"
+
+
 def labels_in(text: str) -> tuple[str, ...]:
     """The labels in a compiler message, in the order of the text."""
     return tuple(re.findall(rf'\\?"{LABEL}\\?":\s*\\?"([\w.-]+)', text))

@@ -42,6 +42,7 @@ lowering_detours: list[Callable[..., Any]] = []
 _lock = threading.Lock()
 _seams = _jax.Seams()
 _installed: Policy | None = None
+_functions_marked = False
 
 
 def install(policy: Policy | None = None) -> None:
@@ -67,11 +68,10 @@ def install(policy: Policy | None = None) -> None:
 def uninstall() -> None:
     """Put JAX back as it was. What is compiled stays compiled; nothing is guarded until the next `install()` or
     `vmem_guard.jit(...)`."""
-    global _installed
+    global _installed, _functions_marked
     with _lock:
-        if not lowering_detours:
-            _seams.restore()
-        _installed = None
+        _installed, _functions_marked = None, False
+        _restore_if_unneeded()
 
 
 def refuse(error: Exception) -> None:
@@ -86,7 +86,9 @@ def refuse(error: Exception) -> None:
 
 def ensure_seams() -> None:
     """Make marked functions guarded, without a policy for the others."""
+    global _functions_marked
     with _lock:
+        _functions_marked = True
         _seams.patch(_on_lower, _on_compile)
 
 
@@ -106,8 +108,28 @@ def remove_detour(detour: Callable[..., Any], *, uninstall_too: bool) -> None:
     """Undo `add_detour`. With `uninstall_too`, put JAX back as it was if nothing else needs the guard."""
     with _lock:
         lowering_detours.remove(detour)
-        if uninstall_too and not lowering_detours and _installed is None:
-            _seams.restore()
+        if uninstall_too:
+            _restore_if_unneeded()
+
+
+def add_interceptor(interceptor: Callable[..., Any]) -> None:
+    """Let `interceptor` see every module before it is compiled, on any backend; see `_jax.compile_interceptors`."""
+    with _lock:
+        _seams.patch(_on_lower, _on_compile)
+        _jax.compile_interceptors.append(interceptor)
+
+
+def remove_interceptor(interceptor: Callable[..., Any], *, uninstall_too: bool) -> None:
+    """Undo `add_interceptor`. With `uninstall_too`, put JAX back as it was if nothing else needs the guard."""
+    with _lock:
+        _jax.compile_interceptors.remove(interceptor)
+        if uninstall_too:
+            _restore_if_unneeded()
+
+
+def _restore_if_unneeded() -> None:
+    if not (_installed or _functions_marked or lowering_detours or _jax.compile_interceptors):
+        _seams.restore()
 
 
 def seams_active() -> bool:
