@@ -37,7 +37,7 @@ _KINDS = (  # first match wins
     ("scoped memory", "in-body"),
 )
 
-_ROW = re.compile(rf"\b\d+\. Size: ({SIZE})")
+_ROW = re.compile(rf"\b\d+\. Size: ({SIZE})(?=\s)")
 _OPERATOR = re.compile(r"\bOperator: ([^\n]*)")
 _TAG = re.compile(r"\bTag: ([^\n]*)")
 _LABEL = re.compile(r"\bXLA label: (.*?)(?=\s*\n[^\n]*(?:Allocation type:|={10})|\Z)", re.DOTALL)

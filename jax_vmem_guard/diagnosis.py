@@ -61,9 +61,9 @@ _HEAD = re.compile(
 )
 _ON_STACK = re.compile(r"Ran out of memory in memory space vmem while allocating on stack for\s+")
 _SCOPED = re.compile(
-    rf"Scoped allocation with size ({SIZE})(?: and limit ({SIZE}))?(?=\D)(?: exceeded scoped vmem limit by {SIZE})?"
+    rf"Scoped allocation with size ({SIZE})(?=\s)(?: and limit ({SIZE})(?=\s))?(?: exceeded scoped vmem limit by {SIZE})?"
 )
-_USED = re.compile(rf"Used ({SIZE})(?: of ({SIZE}) vmem)?(?=\D)")
+_USED = re.compile(rf"Used ({SIZE})(?=\s)(?: of ({SIZE}) vmem)?")
 _ALLOCATION = re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)")
 _TAG = re.compile(r"tag = '(.*?)'(?=[\],]|\s*$)", re.DOTALL)
 _OWNER = re.compile(r"\] :: ([\w.\-]+)")
@@ -71,8 +71,12 @@ _COLORED_OPERAND = re.compile(r"for colored (operand|output|result)[^:\n]*? of i
                               r"(?: at operand index (\d+))?(?=\W|$)")
 _COLORED_BUFFER = re.compile(r"<\d+ ([\w.\-]+)[^>]*>")
 _COLORED_SIZE = re.compile(r"\bsize: (\d+)(?=\D)")
-_PROTO_DUMP = re.compile(r" ?\[type\.googleapis\.com/[^\n]*")
-_ESCAPED = re.compile(r'op_name=\\+"|VmemOom:\\+n|vmem capacity by [\d.]+\w?\.\\+n|custom_call_target=\\+"')
+_PROTO_DUMP = re.compile(r" ?\[type\.googleapis\.com/[^\n]*?(?:'\]|(?=\n)|$)")
+# Marks of an escaped message. A label is free text and often has escapes in it, so quotes count only where none of
+# these attributes has plain ones.
+_ESCAPED_NEWLINE = re.compile(r"VmemOom:\\+n|vmem capacity by [\d.]+\w?\.\\+n")
+_ESCAPED_QUOTE = re.compile(r'(?:op_name|custom_call_target)=\\+"')
+_PLAIN_QUOTE = re.compile(r'(?:op_name|custom_call_target)="')
 _MESSAGE_END = "for more details."
 
 
@@ -134,13 +138,10 @@ def _texts_of(error: BaseException) -> Iterator[str]:
 def _diagnoses(text: str) -> Iterator[Diagnosis]:
     """The messages of `text`, one after the other."""
     text = _PROTO_DUMP.sub("", text)
-    if _ESCAPED.search(text):
-        text = re.sub(r"\\+n", "\n", text)
-        text = re.sub(r'\\+"', '"', text)
     heads = _message_starts(text)
     for position, head in enumerate(heads):
         following = heads[position + 1].start() if position + 1 < len(heads) else len(text)
-        piece = text[head.start():following]
+        piece = _unescaped(text[head.start():following])
         if head["allocation"]:
             diagnosis = _read_allocation(piece)
         elif head["pinned"]:
@@ -149,6 +150,14 @@ def _diagnoses(text: str) -> Iterator[Diagnosis]:
             diagnosis = _read_out_of_memory(piece, coded=bool(head["code"]))
         if diagnosis is not None:
             yield diagnosis
+
+
+def _unescaped(piece: str) -> str:
+    """`piece` with real newlines and quotes, if it comes out of a JSON log or a `repr`."""
+    quotes = _ESCAPED_QUOTE.search(piece) and not _PLAIN_QUOTE.search(piece)
+    if quotes or _ESCAPED_NEWLINE.search(piece):
+        piece = re.sub(r"\\+n", "\n", piece)
+    return re.sub(r'\\+"', '"', piece) if quotes else piece
 
 
 def _message_starts(text: str) -> list[re.Match]:
