@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jax_vmem_guard.plan_format import Entry, Environment, MalformedPlan, NewerPlan, from_text, to_text
+from jax_vmem_guard.plan_format import Entry, Environment, MalformedPlan, NewerPlan, from_text, merged, to_text
 
 __all__ = ["AUTO_NAME", "Entry", "Environment", "PlanFile", "installed_versions", "resolve_path"]
 
@@ -45,13 +45,17 @@ class PlanFile:
         self._lock_path = self.path.with_name(f".{self.path.name}.lock")
         self._cache: tuple[tuple[int, ...], tuple[Entry, ...]] | None = None
 
-    def entries(self, environment: Environment) -> dict[str, Entry]:
-        """The outcomes that count in `environment`, by fingerprint.
+    def entries(self, environment: Environment) -> dict[str, tuple[Entry, ...]]:
+        """The outcomes that count in `environment`, by fingerprint; several where programs need different changes.
 
         Never raises: for a file that is missing, unreadable, corrupt or of a later format there are none, and all but
         a missing one is warned about, once.
         """
-        return {entry.fingerprint: entry for entry in self._entries_or_warn() if entry.environment == environment}
+        found: dict[str, tuple[Entry, ...]] = {}
+        for entry in self._entries_or_warn():
+            if entry.environment == environment:
+                found[entry.fingerprint] = (*found.get(entry.fingerprint, ()), entry)
+        return found
 
     def stale(self, environment: Environment) -> tuple[Entry, ...]:
         """Entries of other environments for kernels that have no entry in `environment`. Never raises."""
@@ -70,7 +74,7 @@ class PlanFile:
                     self.path, entry.kernel, entry.environment, environment, self.path)
 
     def record(self, entries: Iterable[Entry]) -> None:
-        """Merges `entries` into the file; one with the same fingerprint and environment is replaced.
+        """Merges `entries` into the file; what it knew of the same kernels in the same programs is replaced.
 
         Never raises: where the file cannot be written the outcomes are not remembered, and that is one warning. A
         corrupt file, or one of a later format, is kept beside the new one under another name.
@@ -78,7 +82,7 @@ class PlanFile:
         try:
             new = tuple(entries)
             if new:
-                self.update(lambda old: (*old, *new))
+                self.update(lambda old: merged(old, new))
         except Exception as error:  # the program has compiled; nothing about its memory may undo that
             self._warn("write", "cannot be written, so outcomes are not remembered: %s: %s. Make the path writable, "
                        "or set `plan_file` to another one.", type(error).__name__, error)

@@ -50,7 +50,8 @@ class Entry:
     """The outcome for one kernel in one environment.
 
     Attributes:
-      fingerprint: `Kernel.fingerprint` of the kernel as the user wrote it, before any change.
+      fingerprint: `Kernel.fingerprint` of the kernel as the user wrote it, before any change. For a change of a whole
+        compile: the program's digest.
       kernel: its name, as Pallas gave it.
       source: "file:line" of the `pallas_call`, or None.
       environment: where the outcome was seen.
@@ -59,7 +60,10 @@ class Entry:
       used_bytes: scoped VMEM the compiled kernel really used; None where that is unknown.
       reason: why nothing worked, for "failed"; else None.
       edit: the source edit that would make the changes permanent.
+      programs: digests of the programs in which that was the outcome, the latest last. Only in these does the entry
+        count before the compiler has spoken: in another program the same kernel may compile as it is.
       remedies: the remedies the policy allowed at the time. A failure counts only for a policy that allows no others.
+      guard: version of jax_vmem_guard. A failure counts only for the same version.
     """
 
     fingerprint: str
@@ -71,24 +75,52 @@ class Entry:
     used_bytes: int | None
     reason: str | None
     edit: str
+    programs: tuple[str, ...] = ()
     remedies: tuple[str, ...] = ()
+    guard: str = ""
 
     @property
-    def key(self) -> tuple[str, Environment]:
-        """What an entry is filed under: a later outcome with the same key replaces it."""
+    def place(self) -> tuple[str, Environment]:
+        """The kernel and the environment. Several entries have the same place if programs need different changes."""
         return self.fingerprint, self.environment
+
+    @property
+    def key(self) -> tuple[str, Environment, str]:
+        """Place and outcome. What a change is, its remedy and data say; a source line that moved makes no difference."""
+        what = [[change.remedy, change.data] for change in self.changes]
+        return *self.place, json.dumps(what, sort_keys=True, allow_nan=False)
+
+
+_MOST_PROGRAMS = 32  # an entry that many variants of a program share stays readable
+
+
+def merged(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
+    """What is known after `new` was learned: a program's latest outcome for a kernel replaces its earlier one."""
+    known = {entry.key: entry for entry in old}
+    for entry in new:
+        for key, other in tuple(known.items()):
+            if other.place != entry.place:
+                continue
+            rest = tuple(program for program in other.programs if program not in entry.programs)
+            if key == entry.key:
+                entry = dataclasses.replace(entry, programs=rest + entry.programs)
+            elif rest:
+                known[key] = dataclasses.replace(other, programs=rest)
+            else:
+                del known[key]
+        known[entry.key] = dataclasses.replace(entry, programs=entry.programs[-_MOST_PROGRAMS:])
+    return tuple(known.values())
 
 
 def to_text(entries: Iterable[Entry]) -> str:
-    """The plan file that holds `entries`; of two with one key the later counts.
+    """The plan file that holds `entries`, which all have different keys.
 
     Order in, dictionaries' order and the process make no difference to the bytes.
 
     Raises:
       TypeError, ValueError: when a change's `data` is not JSON.
     """
-    by_key = {entry.key: entry for entry in entries}
-    ordered = sorted(by_key.values(), key=lambda e: (e.kernel, e.fingerprint, e.environment))
+    ordered = sorted(entries, key=lambda e: (e.kernel, *e.key))
     content = {"about": _ABOUT, "format": FORMAT, "entries": [dataclasses.asdict(entry) for entry in ordered]}
     return json.dumps(content, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -111,17 +143,18 @@ def from_text(text: str) -> tuple[Entry, ...]:
     if content["format"] != FORMAT or not isinstance(content.get("entries"), list):
         raise MalformedPlan(f"a plan file has `format` {FORMAT} and a list of `entries`")
     entries = tuple(_entry(raw, f"entries[{i}]") for i, raw in enumerate(content["entries"]))
-    seen: set[tuple[str, Environment]] = set()
+    seen: set[tuple[Any, ...]] = set()
     for i, entry in enumerate(entries):
-        if entry.key in seen:
-            raise MalformedPlan(f"entries[{i}] says for a second time what happened to `{entry.kernel}` "
-                                f"({entry.fingerprint}) on {entry.environment}; keep one of them")
-        seen.add(entry.key)
+        for fact in (entry.key, *((*entry.place, "in", program) for program in entry.programs)):
+            if fact in seen:
+                raise MalformedPlan(f"entries[{i}] says for a second time what happened to `{entry.kernel}` "
+                                    f"({entry.fingerprint}) on {entry.environment}; keep one of them")
+            seen.add(fact)
     return entries
 
 
 def _entry(raw: Any, where: str) -> Entry:
-    fields = _fields(raw, Entry, where, optional=("remedies",))
+    fields = _fields(raw, Entry, where, optional=("programs", "remedies", "guard"))
     environment = _record(raw["environment"], Environment, f"{where}.environment")
     _expect(isinstance(raw["changes"], list), f"{where}.changes", "a list")
     changes = tuple(_record(change, Change, f"{where}.changes[{i}]", optional=("data",))
@@ -129,10 +162,8 @@ def _entry(raw: Any, where: str) -> Entry:
     _expect(raw["outcome"] in _OUTCOMES, f"{where}.outcome", f"one of {', '.join(_OUTCOMES)}")
     _expect((raw["outcome"] == "failed") == (not changes), f"{where}.changes",
             'empty when the outcome is "failed", and only then')
-    remedies = raw.get("remedies", [])
-    _expect(isinstance(remedies, list) and all(isinstance(r, str) for r in remedies), f"{where}.remedies",
-            "a list of strings")
-    return Entry(**(fields | {"environment": environment, "changes": changes, "remedies": tuple(remedies)}))
+    lists = {name: tuple(raw.get(name, ())) for name in ("programs", "remedies")}
+    return Entry(**(fields | lists | {"environment": environment, "changes": changes}))
 
 
 def _record(raw: Any, record: type, where: str, optional: tuple[str, ...] = ()) -> Any:
@@ -166,5 +197,6 @@ _PLAIN: dict[str, tuple[Callable[[Any], bool], str]] = {  # by annotation, as `f
     "str": (lambda v: isinstance(v, str), "a string"),
     "str | None": (lambda v: v is None or isinstance(v, str), "a string or null"),
     "int | None": (lambda v: v is None or (type(v) is int and v >= 0), "a number of bytes or null"),
+    "tuple[str, ...]": (lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of strings"),
     "dict[str, Any]": (lambda v: isinstance(v, dict), "an object"),
 }

@@ -37,7 +37,7 @@ def entry(writer: int, count: int) -> plan_file.Entry:
     change = Change(kernel="k", fingerprint=name, source="model.py:1", remedy="limit", before="16", after="18",
                     need_bytes=count, edit="vmem_limit_bytes=...", data={"limit_bytes": count})
     return plan_file.Entry(fingerprint=name, kernel="k", source="model.py:1", environment=HERE, outcome="repaired",
-                           changes=(change,), used_bytes=count, reason=None, edit="x" * 300)
+                           changes=(change,), used_bytes=count, reason=None, edit="x" * 300, programs=("p",))
 
 
 def kill_at_line(line: int) -> None:

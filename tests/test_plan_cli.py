@@ -77,7 +77,7 @@ def test_prune_removes_entries_of_other_versions(path, capsys):
     assert run("prune", "--dry-run", path) == 0
     assert len(PlanFile(path).read()) == 4
     assert run("prune", path) == 0
-    assert {e.key for e in PlanFile(path).read()} == {("ab12", V5E), ("ab12", V6E), ("cd34", V5E)}
+    assert {e.place for e in PlanFile(path).read()} == {("ab12", V5E), ("ab12", V6E), ("cd34", V5E)}
     assert "libtpu 0.0.34" in capsys.readouterr().out
 
 

@@ -32,12 +32,18 @@ def change(**fields) -> Change:
 def repaired(fingerprint="ab12", environment=V5E, **fields) -> Entry:
     return Entry(**({"fingerprint": fingerprint, "kernel": "matmul", "source": "model.py:7", "environment": environment,
                      "outcome": "repaired", "changes": (change(fingerprint=fingerprint),), "used_bytes": 24 << 20,
-                     "reason": None, "edit": "vmem_limit_bytes=25165824", "remedies": ("limit",)} | fields))
+                     "reason": None, "edit": "vmem_limit_bytes=25165824", "programs": ("p1",), "remedies": ("limit",),
+                     "guard": "0.1.0"} | fields))
 
 
-def failed(fingerprint="cd34", environment=V5E) -> Entry:
-    return repaired(fingerprint, environment, outcome="failed", changes=(), used_bytes=None,
-                    reason="needs 200.00 MiB, the chip has 128.00", edit="")
+def known(plan, environment=V5E) -> dict[str, Entry]:
+    """The entries of an environment, where each kernel has one."""
+    return {fingerprint: entry for fingerprint, [entry] in plan.entries(environment).items()}
+
+
+def failed(fingerprint="cd34", environment=V5E, **fields) -> Entry:
+    return repaired(fingerprint, environment, **({"outcome": "failed", "changes": (), "used_bytes": None, "edit": "",
+                                                  "reason": "needs 200.00 MiB, the chip has 128.00"} | fields))
 
 
 @pytest.fixture
@@ -57,7 +63,7 @@ def warnings(caplog):
 def test_what_one_object_records_another_reads(path):
     """Success and failure come back as they were recorded, filed by fingerprint."""
     PlanFile(path).record([repaired(), failed()])
-    assert PlanFile(path).entries(V5E) == {"ab12": repaired(), "cd34": failed()}
+    assert known(PlanFile(path)) == {"ab12": repaired(), "cd34": failed()}
 
 
 def test_an_entry_counts_only_in_its_environment(path):
@@ -86,13 +92,44 @@ def test_a_stale_entry_is_said_once(path, warnings):
     assert "`matmul`" in message and "libtpu 0.0.52" in message and "libtpu 0.0.34" in message
 
 
-def test_a_later_outcome_replaces_an_earlier_one_of_the_same_kernel_and_environment(path):
+def test_a_later_outcome_replaces_an_earlier_one_of_the_same_kernel_program_and_environment(path):
     """Only that one: the same kernel on another chip, and other kernels, stay."""
     plan = PlanFile(path)
     plan.record([repaired(), repaired(environment=V6E), failed()])
     plan.record([failed("ab12")])
-    assert plan.entries(V5E) == {"ab12": failed("ab12"), "cd34": failed()}
-    assert plan.entries(V6E) == {"ab12": repaired(environment=V6E)}
+    assert known(plan) == {"ab12": failed("ab12"), "cd34": failed()}
+    assert known(plan, V6E) == {"ab12": repaired(environment=V6E)}
+
+
+def test_one_kernel_may_need_different_changes_in_different_programs(path):
+    """Each program finds its own; a program that changes sides leaves the other entry to the others."""
+    more = (change(data={"limit_bytes": 30 << 20}),)
+    plan = PlanFile(path)
+    plan.record([repaired(programs=("p1", "p2"))])
+    plan.record([repaired(programs=("p2",), changes=more)])
+    assert {e.programs: e.changes[0].data["limit_bytes"] >> 20 for e in plan.entries(V5E)["ab12"]} == {
+        ("p1",): 24, ("p2",): 30}
+    plan.record([repaired(programs=("p1",), changes=more)])
+    [entry] = plan.entries(V5E)["ab12"]
+    assert entry.programs == ("p2", "p1")
+
+
+def test_the_same_changes_in_another_program_are_one_entry(path):
+    """Also when the source moved meanwhile: the entry then shows the new line."""
+    plan = PlanFile(path)
+    plan.record([repaired()])
+    plan.record([repaired(programs=("p2",), source="model.py:99", changes=(change(source="model.py:99", edit="new"),))])
+    [entry] = plan.entries(V5E)["ab12"]
+    assert (entry.programs, entry.source) == (("p1", "p2"), "model.py:99")
+
+
+def test_an_entry_keeps_the_latest_programs_only(path):
+    """A kernel that is part of a thousand program variants does not fill the file."""
+    plan = PlanFile(path)
+    plan.record([repaired(programs=tuple(f"p{i}" for i in range(40)))])
+    plan.record([repaired(programs=("latest",))])
+    [entry] = plan.entries(V5E)["ab12"]
+    assert len(entry.programs) == 32 and entry.programs[-1] == "latest"
 
 
 def test_a_change_by_another_process_is_seen(path):
@@ -149,14 +186,17 @@ an_environment = st.builds(Environment, chip=words, jax=words, libtpu=words)
 
 @given(st.lists(st.builds(
     repaired, words, an_environment, kernel=words, changes=st.lists(a_change, min_size=1, max_size=2).map(tuple),
-    used_bytes=st.none() | st.integers(0), edit=words, remedies=st.lists(words, max_size=2).map(tuple)), max_size=3))
+    used_bytes=st.none() | st.integers(0), edit=words, programs=st.lists(words, max_size=2, unique=True).map(tuple),
+    remedies=st.lists(words, max_size=2).map(tuple)), max_size=3))
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_text_and_entries_are_one_to_one(entries):
     """Whatever names, sources and data hold comes back, and writing it again gives the same text."""
+    entries = plan_format.merged((), entries)
     text = plan_format.to_text(entries)
     back = plan_format.from_text(text)
     assert {e.key: e for e in back} == {e.key: e for e in entries}
     assert plan_format.to_text(reversed(back)) == text
+    assert plan_format.merged(back, back) == back
 
 
 # What can happen to the file
@@ -192,7 +232,7 @@ def test_a_file_that_cannot_be_used_is_one_warning_and_is_kept(path, warnings, c
     assert str(path) in message
 
     PlanFile(path).record([failed()])
-    assert PlanFile(path).entries(V5E) == {"cd34": failed()}
+    assert known(PlanFile(path)) == {"cd34": failed()}
     [kept] = path.parent.glob("plan.json.*")
     assert kept.read_bytes() == content
     assert kept.name.startswith("plan.json.newer-" if content == NEWER else "plan.json.corrupt-")
