@@ -82,10 +82,13 @@ def lowered_for(topology: str, build: Callable[[], tuple[Any, list[tuple[tuple[i
     import jax
     from jax.experimental import topologies
 
+    from jax_vmem_guard import _jax
+
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     function, shapes = build()
-    return jit(function).lower(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes))
+    with _jax.answering_for_chip(device):
+        return jit(function).lower(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes))
 
 
 def add_parser(commands: Any) -> None:

@@ -75,13 +75,13 @@ def uninstall() -> None:
 
 
 def refuse(error: Exception) -> None:
-    """Let every lowering raise `error`: the environment asked for something the guard does not know."""
-    def on_lower(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let the next compile raise `error`: the environment asked for something the guard does not know."""
+    def stop(*args: Any, **kwargs: Any) -> Any:
         raise error
 
     with _lock:
         _seams.restore()
-        _seams.patch(on_lower, _on_compile)
+        _seams.patch(stop, stop)
 
 
 def ensure_seams() -> None:

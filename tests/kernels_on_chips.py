@@ -25,11 +25,15 @@ def device(chip):
     return topologies.get_topology_desc(platform="tpu", topology_name=chip_named(chip).topology).devices[0]
 
 
+def lower_with(jitted, *arguments, chip="v5e"):
+    """A jitted function lowered for a chip."""
+    sharding = jax.sharding.SingleDeviceSharding(device(chip))
+    return jitted.lower(*[jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments])
+
+
 def lower(fun, *arguments, chip="v5e"):
     """`fun` lowered for a chip: a `_jax.Program`."""
-    sharding = jax.sharding.SingleDeviceSharding(device(chip))
-    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
-    computation = jax.jit(fun).lower(*placed)._lowering
+    computation = lower_with(jax.jit(fun), *arguments, chip=chip)._lowering
     # Other tests may have put the guard in the way: here the compiler speaks for itself.
     return _jax.Program(computation, inspect.unwrap(type(computation).compile))
 
