@@ -97,7 +97,7 @@ class Seams:
         pxla = _pxla()
         lower = _require(pxla, "lower_sharding_computation")
         computation = _require(pxla, "MeshComputation")
-        compile_ = _require(computation, "compile")
+        compile_ = _require_own(computation, "compile")
         _assert_parameters(lower, self.LOWER_PARAMETERS)
         _assert_parameters(compile_, self.COMPILE_PARAMETERS)
 
@@ -120,6 +120,11 @@ class Seams:
         pxla = _pxla()
         pxla.lower_sharding_computation, pxla.MeshComputation.compile = self._originals
         self._originals = None
+
+
+def _require_own(cls: Any, name: str) -> Any:
+    """Like `_require`, for a method that must be the class's own: a base class only declares it."""
+    return vars(cls)[name] if name in vars(cls) else _require(object(), f"{cls.__name__}.{name}")
 
 
 def _assert_parameters(function: Any, expected: tuple[str, ...]) -> None:
