@@ -42,7 +42,7 @@ def jit(fun: Callable[..., Any] | None = None, /, *, policy: Policy | None = Non
     if not callable(fun):
         raise TypeError(f"`jit` takes a function, got {fun!r}; options go by keyword, as in jit(f, donate_argnums=0)")
     hook.ensure_seams()
-    jitted = jax.jit(_marked(fun, policy if policy is not None else Policy()), **jit_options)
+    jitted: Any = jax.jit(_marked(fun, policy if policy is not None else Policy()), **jit_options)
     jitted.__wrapped__ = fun
     return jitted
 
@@ -62,10 +62,8 @@ def _marked_function(fun: types.FunctionType, policy: Policy) -> types.FunctionT
     # The copy shares code, globals and closure cells: it is traced to the same program, with the same source lines.
     copy = types.FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, fun.__closure__)
     functools.update_wrapper(copy, fun)
-    if not hasattr(fun, "__wrapped__"):
-        del copy.__wrapped__
-    else:
-        copy.__wrapped__ = fun.__wrapped__
+    copy.__dict__.pop("__wrapped__")  # update_wrapper's own; one that `fun` has comes back with the next line
+    copy.__dict__.update(fun.__dict__)
     copy.__kwdefaults__ = fun.__kwdefaults__
     copy.__name__ = hook.GuardedName(fun.__name__, policy)
     return copy

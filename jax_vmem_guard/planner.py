@@ -7,7 +7,7 @@ make; `guard.py` asks the compiler and comes back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_vmem_guard.changes import Change
 from jax_vmem_guard.chips import Chip, KiB
@@ -131,10 +131,8 @@ def _finish(kernel: Kernel, variant: Variant, need: int, limit_bytes: int, chip:
     return (*known, limit.raise_to(kernel, need_bytes=need, limit_bytes=limit_bytes, chip=chip))
 
 
-def with_need(change: Change, need_bytes: int) -> Change:
+def with_need(change: Change, need_bytes: int | None) -> Change:
     """The change, with what the kernel needs after it."""
-    from dataclasses import replace
-
     return replace(change, need_bytes=need_bytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_vmem_guard import _jax, planner
@@ -31,9 +31,21 @@ class Attempt:
     repair: Repair | None = None
     tried: tuple[str, ...] = ()
 
+    def with_compiles(self, more: int) -> Attempt:
+        """The attempt, with further compiles of the program counted in."""
+        if self.repair is None:
+            return self
+        return replace(self, repair=replace(self.repair, compiles=self.repair.compiles + more))
 
-def attempt_repair(program: _jax.Program, policy: Policy, diagnosis: Diagnosis) -> Attempt:
-    """Find the least change that makes a program compile which just failed with `diagnosis`."""
+
+def attempt_repair(program: _jax.Program, policy: Policy, diagnosis: Diagnosis | None) -> Attempt:
+    """Find the least change that makes a program compile.
+
+    Args:
+      program: the program; it is not compiled unchanged here.
+      policy: what is allowed.
+      diagnosis: how its unchanged compile failed; None where the guard acts before that compile.
+    """
     chip = chip_for_device_kind(program.device_kind)
     if chip is None:
         return Attempt(tried=(f"nothing: `{program.device_kind}` is not a chip this version knows",))
@@ -57,14 +69,17 @@ class _Session:
         self.at_capacity: set[str] = set()
         self.options_change: Change | None = None
         self.flag_bytes = flag if flag is not None else chip.default_limit_bytes
-        self.compiles, self.probes = 1, 0
+        self.compiles, self.probes = 0, 0
         self.tried: list[str] = []
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
-    def run(self, diagnosis: Diagnosis) -> Attempt:
-        possible = self._plan_kernels() if diagnosis.is_kernel is not False else True
+    def run(self, diagnosis: Diagnosis | None) -> Attempt:
+        self.compiles = 0 if diagnosis is None else 1
+        possible = self._plan_kernels() if diagnosis is None or diagnosis.is_kernel is not False else True
         if possible and not self.plan:
+            if diagnosis is None:
+                return Attempt(tried=("nothing: every kernel fits when it is compiled alone",))
             possible = self._escalate(diagnosis)
         while possible and self.compiles < self.policy.max_compiles:
             self.compiles += 1
