@@ -405,8 +405,11 @@ def _rank_of(sharding: Any) -> int:
 
 
 @contextlib.contextmanager
-def answering_for_chip(device: Any) -> Iterator[None]:
+def answering_for_chip(device: Any, *, as_devices: bool = False) -> Iterator[None]:
     """Lets `pltpu.get_tpu_info()` describe `device`'s chip on a machine without a TPU.
+
+    With `as_devices`, `jax.devices()` answers with the device too: some kernels (ragged paged attention) choose their
+    blocks by its kind. Only for tracing that runs nothing here.
 
     Kernels ask it for the chip's VMEM or tiling while they are traced. `get_tpu_info` is cached per trace context, so
     its cache is emptied on the way in and out.
@@ -422,9 +425,13 @@ def answering_for_chip(device: Any) -> Iterator[None]:
     for name, answer in answers.items():
         setattr(device_module, name, answer)
     get_tpu_info.cache_clear()
+    devices = jax.devices
+    if as_devices:
+        jax.devices = lambda backend=None: devices(backend) if backend is not None else [device]
     try:
         yield
     finally:
+        jax.devices = devices
         for name, original in originals.items():
             setattr(device_module, name, original)
         get_tpu_info.cache_clear()

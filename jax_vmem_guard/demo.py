@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -20,6 +21,10 @@ class Case:
     build: Callable[[], tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]]
 
 
+#: Sequence length and head size: float32 heads of 256 need more than the default limit on every chip.
+LENGTH, HEAD = 4096, 256
+
+
 def flash_attention() -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]:
     """JAX's `flash_attention` with blocks of 2048."""
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
@@ -30,7 +35,7 @@ def flash_attention() -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], s
     def attend(q: Any, k: Any, v: Any) -> Any:
         return flash.flash_attention(q, k, v, causal=True, block_sizes=sizes)
 
-    return attend, [((1, 2, 4096, 128), "bfloat16")] * 3
+    return attend, [((1, 2, LENGTH, HEAD), "float32")] * 3
 
 
 def _splash() -> Callable[..., Any]:
@@ -41,14 +46,13 @@ def _splash() -> Callable[..., Any]:
     sizes = kernel.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
         block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block)
-    heads, length = 2, 4096
-    return kernel.make_splash_mha(mask.MultiHeadMask([mask.CausalMask((length, length))] * heads), block_sizes=sizes,
-                                  head_shards=1, q_seq_shards=1)
+    causal = mask.MultiHeadMask([mask.CausalMask((LENGTH, LENGTH))] * 2)
+    return kernel.make_splash_mha(causal, block_sizes=sizes, head_shards=1, q_seq_shards=1)
 
 
 def splash_attention() -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]:
     """JAX's `splash_attention`, forward, with blocks of 2048."""
-    return _splash(), [((2, 4096, 128), "bfloat16")] * 3
+    return _splash(), [((2, LENGTH, HEAD), "float32")] * 3
 
 
 def splash_attention_gradient() -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]:
@@ -60,7 +64,7 @@ def splash_attention_gradient() -> tuple[Callable[..., Any], list[tuple[tuple[in
     def loss(q: Any, k: Any, v: Any) -> Any:
         return attend(q, k, v).astype("float32").sum()
 
-    return jax.grad(loss, argnums=(0, 1, 2)), [((2, 4096, 128), "bfloat16")] * 3
+    return jax.grad(loss, argnums=(0, 1, 2)), [((2, LENGTH, HEAD), "float32")] * 3
 
 
 def ragged_paged_attention() -> tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]:
@@ -87,7 +91,7 @@ def lowered_for(topology: str, build: Callable[[], tuple[Any, list[tuple[tuple[i
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     function, shapes = build()
-    with _jax.answering_for_chip(device):
+    with _jax.answering_for_chip(device, as_devices=True):
         return jit(function).lower(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes))
 
 
@@ -118,8 +122,10 @@ def run(options: argparse.Namespace) -> int:
         print(f"jax-vmem-guard demo: {error.name} is not installed; pip install 'jax_vmem_guard[tpu,cli]'",
               file=sys.stderr)
         return 2
+    # The table shows what the log lines say.
+    logging.getLogger("jax_vmem_guard").setLevel(logging.ERROR)
     console = Console()
-    table = Table("kernel", "without the guard", "with the guard", "limit, MiB", "compiles", "probes",
+    table = Table("program", "without the guard", "kernel", "limit, MiB", "with the guard",
                   title=f"JAX's attention kernels on {chip.name}, compiled without a TPU")
     cases = CASES[:1] if options.quick else CASES
     broken = 0
@@ -130,19 +136,19 @@ def run(options: argparse.Namespace) -> int:
             status.update(f"{case.name}: compiling with the guard")
             after = _outcome(case, chip.topology, guarded=True)
             broken += after.error is not None
-            table.add_row(case.name, before.words, after.words, after.limits, str(after.compiles or ""),
-                          str(after.probes or ""))
+            table.add_row(case.name, before.words, after.kernels, after.limits, after.words, end_section=True)
     console.print(table)
     return 1 if broken else 0
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """How one compile went, in words for the table."""
+
     error: BaseException | None
     words: str
+    kernels: str = ""
     limits: str = ""
-    compiles: int = 0
-    probes: int = 0
 
 
 def _outcome(case: Case, topology: str, *, guarded: bool) -> Outcome:
@@ -162,6 +168,14 @@ def _outcome(case: Case, topology: str, *, guarded: bool) -> Outcome:
     made = vmem_guard.repairs()[done:]
     if not made:
         return Outcome(None, "compiles")
-    limits = "\n".join(f"{change.before} -> {change.after}".replace("limit ", "").replace(" MiB", "")
-                       for change in made[0].changes)
-    return Outcome(None, "compiles", limits, made[0].compiles, made[0].probes)
+    repair = made[0]
+    return Outcome(None, f"compiles ({repair.compiles} compiles, {repair.probes} probes)",
+                   "\n".join(change.kernel for change in repair.changes),
+                   "\n".join(_numbers(change.before, change.after) for change in repair.changes))
+
+
+def _numbers(before: str, after: str) -> str:
+    """"limit 16.00 MiB (default)", "limit 24.12 MiB" -> "16.00 -> 24.12"; other changes as they are."""
+    if before.startswith("limit ") and after.startswith("limit "):
+        return f"{before.split()[1]} -> {after.split()[1]}"
+    return f"{before} -> {after}"

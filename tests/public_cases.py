@@ -37,7 +37,8 @@ def gated_mlp(hidden_block):
     def fun(x, gate, up, down):
         return pl.pallas_call(
             kernel, grid=(2, 6912 // hidden_block),
-            in_specs=[pl.BlockSpec((128, 1152), lambda i, j: (i, 0)), pl.BlockSpec((1152, hidden_block), lambda i, j: (0, j)),
+            in_specs=[pl.BlockSpec((128, 1152), lambda i, j: (i, 0)),
+                      pl.BlockSpec((1152, hidden_block), lambda i, j: (0, j)),
                       pl.BlockSpec((1152, hidden_block), lambda i, j: (0, j)),
                       pl.BlockSpec((hidden_block, 1152), lambda i, j: (j, 0))],
             out_specs=pl.BlockSpec((128, 1152), lambda i, j: (i, 0)),
