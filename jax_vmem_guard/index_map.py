@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,13 @@ def read_index_map(function: Any, grid: tuple[int | None, ...]) -> IndexMap:
             values[argument] = _Value(axes=frozenset([axis]))
     result = _run(block, values)
     return IndexMap(axes=tuple(sorted(result.axes)), reads_memory=result.reads_memory)
+
+
+def read_affine_map(text: str, grid: tuple[int | None, ...]) -> IndexMap:
+    """The same for an affine map in MLIR's text form: "affine_map<(d0, d1) -> (d0, 0)>"."""
+    results = text.partition("->")[2]
+    axes = sorted({int(d) for d in re.findall(r"\bd(\d+)\b", results)})
+    return IndexMap(axes=tuple(a for a in axes if a < len(grid) and grid[a] != 1), reads_memory=False)
 
 
 def _run(block: Any, values: dict[Any, _Value]) -> _Value:

@@ -26,7 +26,7 @@ class Window:
         results are counted on after the last operand.
       role: "prefetch", "input" or "output".
       array_shape: shape of the whole array (per device, as the custom call takes it).
-      block_shape: shape of the block in memory, squeezed dimensions left out.
+      block_shape: shape of the block in memory; a squeezed dimension is 1.
       dtype: element type in MLIR's short form: "bf16", "f32", "i8".
       memory_space: "vmem", "smem", "any", "hbm", "semaphore".
       buffers: how many blocks are resident: 1 or 2; 0 where nothing is in VMEM.

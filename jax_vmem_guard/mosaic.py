@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax_vmem_guard import _jax
-from jax_vmem_guard.index_map import IndexMap, read_index_map
+from jax_vmem_guard.index_map import IndexMap, read_affine_map, read_index_map
 
 DYNAMIC = -(1 << 63)  # MLIR's mark of a size that is known only at run time
 
@@ -92,7 +92,7 @@ def decode_kernel(body: str) -> MosaicKernel:
     """The kernel in a custom call's `body` (base64), decoded once per process.
 
     Raises:
-      UnreadableKernel: where the body is no base64, no MLIR, or has no function.
+      UnreadableKernel: where the body is no base64, no MLIR, has no function, or has a form not known here.
     """
     key = hashlib.sha256(body.encode()).digest()
     with _lock:
@@ -123,7 +123,10 @@ def _decode(body: str) -> MosaicKernel:
     function = next((f for f in functions.values() if _is_entry(f)), next(iter(functions.values()), None))
     if function is None:
         raise UnreadableKernel("the Mosaic module has no function")
-    return _read(module, function, functions, _ir_version(module))
+    try:
+        return _read(module, function, functions, _ir_version(module))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise UnreadableKernel(f"the Mosaic module has a form this version does not know: {error}") from error
 
 
 def _read(module: Any, function: Any, functions: dict[str, Any], ir_version: int | None) -> MosaicKernel:
@@ -141,8 +144,7 @@ def _read(module: Any, function: Any, functions: dict[str, Any], ir_version: int
         param = ir.DictAttr(params[position]) if position < len(params) else {}
         index_map = None
         if "transform_indices" in param:
-            transform = functions.get(ir.FlatSymbolRefAttr(param["transform_indices"]).value)
-            index_map = read_index_map(transform, grid) if transform is not None else None
+            index_map = _index_map(param["transform_indices"], functions, grid)
         windows.append(WindowSpec(
             ref=ref,
             pipelined="transform_indices" in param or "window_bounds" in param,
@@ -184,6 +186,15 @@ def index_map_code(kernel: MosaicKernel, position: int) -> str | None:
     name = ir.FlatSymbolRefAttr(param["transform_indices"]).value
     transform = next((op for op in kernel.module.body.operations if _symbol(op) == name), None)
     return None if transform is None else "".join(str(block) for block in transform.regions[0].blocks)
+
+
+def _index_map(attribute: Any, functions: dict[str, Any], grid: tuple[int | None, ...]) -> IndexMap | None:
+    """An index map is the name of a function, or an affine map (kernels made by `pl.kernel`, jax 0.10.2 to 0.12.0)."""
+    text = str(attribute)
+    if text.startswith("affine_map<"):
+        return read_affine_map(text, grid)
+    function = functions.get(_jax.ir().FlatSymbolRefAttr(attribute).value)
+    return read_index_map(function, grid) if function is not None else None
 
 
 def read_ref(type_: Any) -> Ref:
