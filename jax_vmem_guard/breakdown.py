@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from jax_vmem_guard.hlo_text import SIZE, Instruction, read_attributes, read_instruction, size_in_bytes
 
@@ -104,7 +105,7 @@ def _main_owner(rows: list[Allocation], owners: list[Instruction]) -> Instructio
     main = max(totals, key=lambda name: totals[name])
     told = [owner for owner in owners if owner.name == main]
 
-    def first(field: str):  # the first row that knows it
+    def first(field: str) -> Any:  # the first row that knows it
         return next((value for owner in told if (value := getattr(owner, field)) is not None), None)
 
     return Instruction(name=main, opcode=first("opcode"), is_kernel=first("is_kernel"), op_name=first("op_name"),
