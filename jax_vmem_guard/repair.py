@@ -76,6 +76,8 @@ class _Session:
 
     def run(self, diagnosis: Diagnosis | None) -> Attempt:
         self.compiles = 0 if diagnosis is None else 1
+        if diagnosis is not None and diagnosis.form == "pinned":
+            return Attempt(tried=(f"nothing: the program itself pins these to VMEM: {self._pinned()}",))
         possible = self._plan_kernels() if diagnosis is None or diagnosis.is_kernel is not False else True
         if possible and not self.plan:
             if diagnosis is None:
@@ -258,6 +260,15 @@ class _Session:
         need = "" if step.need_bytes is None else f"; the least need seen is {step.need_bytes / MiB:.2f} MiB"
         self.tried.append(f"{step.reason}{need}; the limit is {self.limits[fingerprint] / MiB:.2f} MiB, the chip has "
                           f"{self.chip.capacity_bytes / MiB:.2f} MiB" + (f" ({kernel.source})" if kernel.source else ""))
+
+    def _pinned(self) -> str:
+        """Operands and results the program's author placed in VMEM, with the kernels that take them."""
+        found = []
+        for kernel in self.builder.kernels:
+            for kind, colors in (("operand", kernel.input_colors), ("result", kernel.output_colors)):
+                found += [f"{kind} {position} of `{kernel.name}`" + (f" ({kernel.source})" if kernel.source else "")
+                          for position in colors]
+        return ", ".join(found) or "operands of its kernels (`with_memory_space_constraint`)"
 
     def _plan_in_words(self) -> str:
         changes = [change for changes in self.plan.values() for change in changes]
