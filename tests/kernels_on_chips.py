@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 
-from jax_vmem_guard import _jax
+from jax_vmem_guard import _jax, custom_call
 from jax_vmem_guard.chips import chip_named
+from jax_vmem_guard.kernels import read_kernels
+from jax_vmem_guard.remedies import MODULE_REMEDIES
 
 MiB = 1 << 20
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -36,6 +38,22 @@ def lower(fun, *arguments, chip="v5e"):
     computation = lower_with(jax.jit(fun), *arguments, chip=chip)._lowering
     # Other tests may have put the guard in the way: here the compiler speaks for itself.
     return _jax.Program(computation, inspect.unwrap(type(computation).compile))
+
+
+def only_kernel(program):
+    """The record of the one kernel a program has."""
+    (kernel,) = read_kernels(program.module)
+    return kernel
+
+
+def with_changes(program, *changes):
+    """A copy of a program's module with changes made to all its kernels."""
+    def change(_, config):
+        for one in changes:
+            MODULE_REMEDIES[one.remedy].apply(config, one)
+        return True
+
+    return custom_call.edit(program.module, change)
 
 
 def used_by_kernels(executable):
