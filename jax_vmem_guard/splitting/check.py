@@ -1,0 +1,372 @@
+"""Checks a rebuilt kernel against the original, without trusting the proof or the way it was rebuilt.
+
+Both kernels are read forwards and every value gets a number: the same number for the same primitive on the same
+numbers, sizes left out. What a buffer holds is a value, too: a store gives it a new number made of the old one, the
+place and what is stored. The split kernel's own arithmetic is recognised and given the number of what it stands for:
+grid index // k is the original's grid index, iota plus (grid index % k) times its size is an iota k times as long.
+In the end every buffer must hold the same number in both kernels: the same stores of the same values to the same
+places in the same order, under the same conditions and loops. Declared effects must name every buffer that is written,
+or JAX may delete the stores later.
+
+What this cannot see: sizes. They are the proof's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jax_vmem_guard import _jax_pallas as jp
+from jax_vmem_guard.splitting import frames, memory
+from jax_vmem_guard.splitting.errors import Refused
+from jax_vmem_guard.splitting.frames import Frame, RefId
+from jax_vmem_guard.splitting.ways import Label
+
+_SIZES = frozenset({"shape", "new_sizes", "limit_indices", "slice_sizes", "reps", "repeats", "sharding",
+                    "out_sharding", "weak_type", "dimensions"})
+_DIMENSIONS_MATTER = frozenset({"rev", "squeeze", "expand_dims"})
+
+
+def same_kernel(original: Any, rebuilt: Any, *, axis: int, parts: int, steps: int, labels: Sequence[Label]) -> None:
+    """Raises `Refused` unless the rebuilt kernel jaxpr does what the original does.
+
+    Args:
+      axis: the split axis, as `program_id` numbers it.
+      parts: k.
+      steps: programs along the axis in the original.
+      labels: of the kernel's references, to say which buffer differs.
+    """
+    table = Table()
+    before = Numbering(table=table, steps={axis: steps})
+    after = Numbering(table=table, split_axis=axis, parts=parts)
+    try:
+        held_before, held_after = before.kernel(original), after.kernel(rebuilt)
+    except Refused as error:
+        raise Refused(f"the rebuilt kernel could not be checked: {error.reason}") from None
+    for position in range(len(labels)):
+        ref = ("operand", position)
+        if held_before.get(ref) != held_after.get(ref):
+            raise Refused(f"the rebuilt kernel does not leave the same value in reference {position} "
+                          "as the original (rebuild check)")
+    written_before, written_after = jp.declared_writes(original), jp.declared_writes(rebuilt)
+    if written_before != written_after:
+        raise Refused(f"the rebuilt kernel declares other writes than the original: {sorted(written_after)} "
+                      f"for {sorted(written_before)} (rebuild check)")
+
+
+@dataclass
+class Table:
+    """Terms and their numbers, shared by the two kernels. `mentions` holds the loop symbols inside a term."""
+
+    numbers: dict[Any, int] = field(default_factory=dict)
+    terms: list[Any] = field(default_factory=list)
+    mentions: list[frozenset[int]] = field(default_factory=list)
+
+    def number(self, head: Any, *args: Any) -> int:
+        """The number of a term; `args` are numbers, or tuples of them."""
+        term = (head, args)
+        known = self.numbers.get(term)
+        if known is None:
+            known = len(self.terms)
+            self.numbers[term] = known
+            self.terms.append(term)
+            self.mentions.append(frozenset().union(*(self._inside(a) for a in args)))
+        return known
+
+    def symbol(self, head: Any, *args: Any) -> int:
+        """A term that stands for a value of an unknown iteration."""
+        number = self.number(head, *args)
+        self.mentions[number] = frozenset([number])
+        return number
+
+    def _inside(self, arg: Any) -> frozenset[int]:
+        if isinstance(arg, tuple):
+            return frozenset().union(*(self._inside(a) for a in arg))
+        return self.mentions[arg] if arg >= 0 else frozenset()
+
+
+@dataclass
+class Numbering:
+    """Numbers the values of one kernel.
+
+    Attributes:
+      steps: axes whose number of programs is a constant in the other kernel.
+      split_axis: in the rebuilt kernel, the axis whose grid index is the finer one; else None.
+      parts: k.
+      held: what each buffer holds.
+    """
+
+    table: Table
+    steps: dict[int, int] = field(default_factory=dict)
+    split_axis: int | None = None
+    parts: int = 1
+    held: dict[RefId, int] = field(default_factory=dict)
+    values: dict[tuple[int, Any], int] = field(default_factory=dict)
+
+    def kernel(self, jaxpr: Any) -> dict[RefId, int]:
+        root = frames.build(jaxpr)
+        for position in range(len(jaxpr.invars)):
+            self.held["operand", position] = self.table.number(("operand", position))
+        self.frame(root)
+        return self.held
+
+    def read(self, frame: Frame, atom: Any) -> int:
+        if jp.is_literal(atom):
+            return self.literal(atom.val, atom.aval.dtype)
+        kind, value = frame.sources.get(atom, ("", None))
+        if kind == "outer" and frame.parent is not None:
+            return self.read(frame.parent, value)
+        if kind == "const":
+            return self.table.number(("const", np.asarray(value).tobytes(), str(np.asarray(value).dtype)))
+        return self.values[frame.number, atom]
+
+    def literal(self, value: Any, dtype: Any) -> int:
+        return self.table.number(("literal", str(np.dtype(dtype)), repr(np.asarray(value, dtype).tolist())))
+
+    def frame(self, frame: Frame) -> None:
+        for index, eqn in enumerate(frame.jaxpr.eqns):
+            acc = memory.access(eqn)
+            if index in frame.controls:
+                outs = self._control(frame, index)
+                self._declared(frame, index)
+            elif acc is not None:
+                outs = [self._access(frame, acc)]
+            else:
+                outs = self._equation(frame, eqn)
+            for var, number in zip(eqn.outvars, outs, strict=False):
+                self.values[frame.number, var] = number
+
+    # -- equations
+
+    def _equation(self, frame: Frame, eqn: Any) -> list[int]:
+        name, params = eqn.primitive.name, eqn.params
+        number = self.table.number
+        if name == "program_id":
+            fine = params["axis"] == self.split_axis
+            return [number((("fine" if fine else "program_id"), params["axis"]))]
+        if name == "num_programs" and params["axis"] in self.steps:
+            return [self.literal(self.steps[params["axis"]], np.int32)]
+        if name == "iota":
+            return [self._iota(params["dtype"], params["dimension"], params["shape"][params["dimension"]])]
+        args = tuple(self.read(frame, v) for v in eqn.invars)
+        ours = self._own_arithmetic(eqn, name, args)
+        if ours is not None:
+            return [ours]
+        if name == "convert_element_type":
+            return [number(("convert", str(params["new_dtype"])), *args)]
+        kept = tuple((key, repr(value)) for key, value in sorted(params.items())
+                     if key not in _SIZES or (key == "dimensions" and name in _DIMENSIONS_MATTER))
+        head = (name, kept)
+        if len(eqn.outvars) == 1:
+            return [number(head, *args)]
+        return [number((*head, i), *args) for i in range(len(eqn.outvars))]
+
+    def _iota(self, dtype: Any, dim: int, size: int) -> int:
+        plain = self.table.number(("iota", dim, size))
+        return plain if np.dtype(dtype) == np.int32 else self.table.number(("convert", str(np.dtype(dtype))), plain)
+
+    def _own_arithmetic(self, eqn: Any, name: str, args: tuple[int, ...]) -> int | None:
+        """The split kernel's arithmetic on its finer grid index, as what it stands for in the original."""
+        if self.split_axis is None:
+            return None
+        number = self.table.number
+        fine = number(("fine", self.split_axis))
+        sub = number(("sub",))
+        if name in ("div", "rem") and args == (fine, self.literal(self.parts, np.int32)):
+            return number(("program_id", self.split_axis)) if name == "div" else sub
+        if name == "mul" and args[0] == sub:
+            head, _ = self.table.terms[args[1]]
+            return number(("offset", head[2])) if head[0] == "literal" else None
+        if name == "broadcast_in_dim" and self.table.terms[args[0]][0][0] == "offset":
+            return args[0]
+        if name == "add":
+            return self._moved_iota(eqn, args)
+        return None
+
+    def _moved_iota(self, eqn: Any, args: tuple[int, ...]) -> int | None:
+        (iota, _), (offset, _) = self.table.terms[args[0]], self.table.terms[args[1]]
+        if iota[0] != "iota" or offset[0] != "offset":
+            return None
+        _, dim, size = iota
+        if int(offset[1]) != size or eqn.outvars[0].aval.shape[dim] != size:
+            return None
+        return self._iota(np.int32, dim, size * self.parts)
+
+    # -- memory
+
+    def _access(self, frame: Frame, acc: memory.Access) -> int:
+        ref = frames.resolve_ref(frame, acc.ref)
+        place = tuple(self._place(frame, t) for t in acc.transforms)
+        if all(isinstance(p, tuple) and all(i == "all" for i in p) for p in place):
+            place = ()
+        rest = tuple(-1 if v is None else self.read(frame, v) for v in (acc.mask, acc.other))
+        head = (acc.eqn.primitive.name, _shape_of(place))
+        numbers = (*_numbers_of(place), *rest)
+        old = self.held[ref]
+        if acc.stores:
+            self.held[ref] = self.table.number(head, old, self.read(frame, acc.value), *numbers)
+            head = ("held before", *head)
+        return self.table.number(head, old, *numbers)
+
+    def _place(self, frame: Frame, transform: Any) -> Any:
+        if jp.indexers((transform,)) is None:
+            return (str(transform),)
+        place: list[Any] = []
+        for index, extent in zip(transform.indices, transform.shape, strict=True):
+            if memory.takes_all(index, extent):
+                place.append("all")
+            elif jp.is_slice(index):
+                place.append((self._index(frame, index.start), self._index(frame, index.size), f"::{index.stride}"))
+            else:
+                place.append(self._index(frame, index))
+        return tuple(place)
+
+    def _index(self, frame: Frame, value: Any) -> int:
+        return self.read(frame, value) if hasattr(value, "aval") else self.literal(value, np.int32)
+
+    # -- control flow
+
+    def _control(self, frame: Frame, index: int) -> list[int]:
+        control, bodies = frame.controls[index], frame.children[index]
+        if control.kind == "cond":
+            return self._cond(frame, index, bodies)
+        if control.kind in ("scan", "while"):
+            return self._loop(frame, index, control, bodies)
+        body = bodies[0]
+        if control.kind == "scoped":
+            for i, var in enumerate(body.jaxpr.invars):
+                self.held["scoped", body.number, i] = self.table.number(("fresh", i, str(getattr(var.aval, "dtype", ""))))
+        self.frame(body)
+        return [self.read(body, v) for v in body.jaxpr.outvars]
+
+    def _cond(self, frame: Frame, index: int, bodies: tuple[Frame, ...]) -> list[int]:
+        choice = self._choice(self.read(frame, frame.jaxpr.eqns[index].invars[0]), len(bodies))
+        start, ends, outs = dict(self.held), [], []
+        for body in bodies:
+            self.held = dict(start)
+            self.frame(body)
+            ends.append(self.held)
+            outs.append([self.read(body, v) for v in body.jaxpr.outvars])
+        self.held = dict(start)
+        for ref, old in start.items():
+            if any(end[ref] != old for end in ends):
+                self.held[ref] = self.table.number(("cond",), choice, *(end[ref] for end in ends))
+        return [self.table.number(("cond",), choice, *alternatives) for alternatives in zip(*outs, strict=True)]
+
+    def _choice(self, number: int, branches: int) -> int:
+        """The condition without what JAX wraps around it."""
+        while True:
+            head, args = self.table.terms[number]
+            if head[0] == "convert" and head[1] in ("int32", "bool"):
+                number = args[0]
+            elif branches == 2 and head[0] == "ne" and args[1] in (self.literal(0, np.int32), self.literal(0, bool)):
+                number = args[0]
+            elif head[0] == "clamp" and self.table.terms[args[1]][0][0] == "clamp" \
+                    and (args[0], args[2]) == (self.table.terms[args[1]][1][0], self.table.terms[args[1]][1][2]):
+                number = args[1]
+            else:
+                return number
+
+    def _loop(self, frame: Frame, index: int, control: jp.Control, bodies: tuple[Frame, ...]) -> list[int]:
+        """A loop is the number of what it does to an unknown iteration, for each carried value and buffer."""
+        eqn, body = frame.jaxpr.eqns[index], bodies[-1]
+        start = dict(self.held)
+        init = [self.read(frame, eqn.invars[p]) for p in control.init]
+        symbols: dict[Any, int] = {}
+        seen: dict[int, int] = {}
+        for i, number in enumerate(init):
+            if _passes_through(body, i):
+                symbols[i] = number
+                continue
+            seen[number] = seen.get(number, 0) + 1
+            symbols[i] = self.table.symbol(("carry", seen[number]), number)
+        changed = self._changed(frame, bodies, symbols, start)
+        self.held = dict(start)
+        for ref in changed:
+            symbols[ref] = self.held[ref] = self.table.symbol(("held in a loop", len(ref), ref[0], ref[-1]), start[ref])
+        condition = -1
+        for one in bodies:
+            self._enter(frame, one, symbols)
+            self.frame(one)
+            if one is not body:
+                condition = self.read(one, one.jaxpr.outvars[0])
+        outs = [self.read(body, v) for v in body.jaxpr.outvars]
+        becomes = {symbols[i]: (init[i], outs[i]) for i in range(control.num_carry) if not _passes_through(body, i)}
+        becomes |= {symbols[ref]: (start[ref], self.held[ref]) for ref in changed}
+        head = (control.kind, control.length, control.reverse)
+
+        def finish(number: int, what: str) -> int:
+            pieces = self._closure([number, condition], becomes)
+            result = self.table.number((*head, what), number, condition, *pieces)
+            self.table.mentions[result] -= frozenset(becomes)
+            return result
+
+        for ref in changed:
+            start[ref] = finish(self.held[ref], "held")
+        self.held = start
+        carried = [init[i] if _passes_through(body, i) else finish(outs[i], "carry")
+                   for i in range(control.num_carry)]
+        return carried + [finish(n, "stacked") for n in outs[control.num_carry:]]
+
+    def _changed(self, frame: Frame, bodies: tuple[Frame, ...], symbols: dict[Any, int],
+                 start: dict[RefId, int]) -> list[RefId]:
+        for one in bodies:
+            self._enter(frame, one, symbols)
+            self.frame(one)
+        return [ref for ref in start if self.held[ref] != start[ref]]
+
+    def _enter(self, frame: Frame, body: Frame, symbols: dict[Any, int]) -> None:
+        for var, (kind, value) in body.sources.items():
+            if kind == "carry":
+                self.values[body.number, var] = symbols[value]
+            elif kind == "xs":
+                self.values[body.number, var] = self.table.number(("one of",), self.read(frame, value))
+
+    def _closure(self, numbers: list[int], becomes: dict[int, tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+        """How every symbol that matters for `numbers` starts and goes on."""
+        found: dict[int, tuple[int, int, int]] = {}
+        todo = list(numbers)
+        while todo:
+            number = todo.pop()
+            for symbol in self.table.mentions[number] if number >= 0 else ():
+                if symbol in becomes and symbol not in found:
+                    found[symbol] = (symbol, *becomes[symbol])
+                    todo.append(becomes[symbol][1])
+        return tuple(found[s] for s in sorted(found))
+
+    # -- effects
+
+    def _declared(self, frame: Frame, index: int) -> None:
+        """Every buffer written inside an equation must be in its declared effects."""
+        eqn = frame.jaxpr.eqns[index]
+        declared = {frames.resolve_ref(frame, var) for var in jp.written(eqn)}
+        for body in frame.children[index]:
+            inside = {f.number for f in body.walk()}
+            for f in body.walk():
+                for one in f.jaxpr.eqns:
+                    acc = memory.access(one)
+                    if acc is None or not acc.stores:
+                        continue
+                    ref = frames.resolve_ref(f, acc.ref)
+                    if ref not in declared and not (ref[0] == "scoped" and ref[1] in inside):
+                        raise Refused(f"`{eqn.primitive.name}` does not declare a write it makes")
+
+
+def _passes_through(body: Frame, i: int) -> bool:
+    out = body.jaxpr.outvars[i]
+    return not jp.is_literal(out) and body.sources.get(out) == ("carry", i)
+
+
+def _shape_of(place: Any) -> Any:
+    if isinstance(place, tuple):
+        return tuple(_shape_of(p) for p in place)
+    return place if isinstance(place, str) else "#"
+
+
+def _numbers_of(place: Any) -> tuple[int, ...]:
+    if isinstance(place, tuple):
+        return tuple(n for p in place for n in _numbers_of(p))
+    return () if isinstance(place, str) else (place,)
