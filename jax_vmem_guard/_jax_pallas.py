@@ -89,8 +89,10 @@ def close(jaxpr: Any) -> Any:
 def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Binds the equation's primitive to other values and parameters, in the equation's own context."""
     primitive = eqn.primitive
+    bound = primitive.get_bind_params(params)
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # jax <= 0.9 splits callables off
     with _context(eqn):
-        out = primitive.bind(*values, **primitive.get_bind_params(params))
+        out = primitive.bind(*functions, *values, **bound)
     return list(out) if primitive.multiple_results else [out]
 
 

@@ -29,11 +29,21 @@ class Split:
     """Which axes of one kernel run in how many times more steps.
 
     Attributes:
-      axes: (axis, k) pairs, applied in this order. A grid axis is numbered as in the grid the kernel has now, also
-        after a new axis was put before it.
+      axes: (axis, k) pairs, applied in this order. Grid axes are numbered as in the original grid, whatever new
+        axes are put before them.
     """
 
     axes: tuple[tuple[Axis, int], ...]
+
+
+def in_order(split: Split) -> list[tuple[Axis, int]]:
+    """The axes as they are numbered when their turn comes: every new axis before moves the old ones by one."""
+    pairs: list[tuple[Axis, int]] = []
+    added = 0
+    for axis, parts in split.axes:
+        pairs.append((axis + added if isinstance(axis, int) else axis, parts))
+        added += isinstance(axis, NewAxis)
+    return pairs
 
 
 def describe(axis: Axis) -> str:

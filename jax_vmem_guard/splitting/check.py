@@ -156,6 +156,8 @@ class Numbering:
         if ours is not None:
             return [ours]
         if name == "convert_element_type":
+            if eqn.invars[0].aval.dtype == params["new_dtype"]:
+                return [args[0]]  # only the weak type goes, which no operation of a kernel sees
             return [number(("convert", str(params["new_dtype"])), *args)]
         kept = tuple((key, repr(value)) for key, value in sorted(params.items())
                      if key not in _SIZES or (key == "dimensions" and name in _DIMENSIONS_MATTER))

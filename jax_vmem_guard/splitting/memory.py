@@ -119,9 +119,9 @@ def _plain(acc: Access) -> tuple[Any, ...]:
 
 
 def takes_all(index: Any, extent: int) -> bool:
-    """Whether the index is the whole dimension."""
-    return (jp.is_slice(index) and _static(index.start) == 0 and _static(index.size) == extent
-            and index.stride == 1)
+    """Whether the index is a slice of the whole dimension. One as long as the dimension starts at 0, whatever its
+    start is computed from: any other start would run out of the buffer."""
+    return jp.is_slice(index) and _static(index.size) == extent and index.stride == 1
 
 
 def _static(value: Any) -> int | None:
@@ -137,7 +137,7 @@ def is_full(acc: Access, shape: tuple[int, ...]) -> bool:
     plain = jp.indexers(acc.transforms)
     if plain is None or acc.mask is not None:
         return False
-    return all(takes_all(index, extent) for indexer in plain
+    return all(takes_all(index, extent) or (extent == 1 and not jp.is_slice(index)) for indexer in plain
                for index, extent in zip(indexer.indices, indexer.shape, strict=True))
 
 

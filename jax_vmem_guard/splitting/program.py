@@ -124,16 +124,16 @@ def split_call(site: CallSite, split: Split) -> Any:
     Raises:
       Refused: with the reason, which names the axis.
     """
-    eqn, unused = site.eqn, site.unused
-    for axis, parts in split.axes:
-        eqn = _one(eqn, axis, parts, unused, kernel.build)
+    eqn = site.eqn
+    for axis, parts in axes.in_order(split):
+        eqn = _one(eqn, axis, parts, site.unused, kernel.build)
     return eqn
 
 
 def prove_call(site: CallSite, split: Split) -> tuple[kernel.ProvenSplit, ...]:
     """The proofs of all axes, without building the last kernel."""
     eqn, proofs = site.eqn, []
-    for i, (axis, parts) in enumerate(split.axes):
+    for i, (axis, parts) in enumerate(axes.in_order(split)):
         proven = _one(eqn, axis, parts, site.unused, lambda p: p)
         proofs.append(proven)
         if i + 1 < len(split.axes):
