@@ -378,8 +378,7 @@ def written(eqn: Any) -> list[Any]:
     found = []
     for effect in eqn.effects:
         if isinstance(effect, (WriteEffect, AccumEffect)):
-            var = getattr(effect, "input", None)  # jax 0.10: the variable; before, its position
-            found.append(eqn.invars[effect.input_index] if var is None else var)
+            found.append(_effect_input(effect, eqn.invars))
     return found
 
 
@@ -390,6 +389,11 @@ def declared_writes(jaxpr: Any) -> frozenset[int]:
     found = set()
     for effect in jaxpr.effects:
         if isinstance(effect, (WriteEffect, AccumEffect)):
-            var = getattr(effect, "input", None)
-            found.add(effect.input_index - len(jaxpr.constvars) if var is None else list(jaxpr.invars).index(var))
+            found.add(list(jaxpr.invars).index(_effect_input(effect, [*jaxpr.constvars, *jaxpr.invars])))
     return frozenset(found)
+
+
+def _effect_input(effect: Any, inputs: Sequence[Any]) -> Any:
+    """The variable an effect is on: from jax 0.10 the effect holds it, before that its position."""
+    var = getattr(effect, "input", None)
+    return inputs[effect.input_index] if var is None else var

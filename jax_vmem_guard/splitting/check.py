@@ -205,7 +205,7 @@ class Numbering:
         if all(isinstance(p, tuple) and all(i == "all" for i in p) for p in place):
             place = ()
         rest = tuple(-1 if v is None else self.read(frame, v) for v in (acc.mask, acc.other))
-        head = (acc.eqn.primitive.name, _shape_of(place))
+        head: tuple[Any, ...] = (acc.eqn.primitive.name, _shape_of(place))
         numbers = (*_numbers_of(place), *rest)
         old = self.held[ref]
         if acc.stores:
@@ -262,15 +262,19 @@ class Numbering:
         """The condition without what JAX wraps around it."""
         while True:
             head, args = self.table.terms[number]
-            if head[0] == "convert" and head[1] in ("int32", "bool"):
+            zeros = (self.literal(0, np.int32), self.literal(0, bool))
+            truth = head[0] == "convert" and head[1] in ("int32", "bool")
+            if truth or (branches == 2 and head[0] == "ne" and args[1] in zeros):
                 number = args[0]
-            elif branches == 2 and head[0] == "ne" and args[1] in (self.literal(0, np.int32), self.literal(0, bool)):
-                number = args[0]
-            elif head[0] == "clamp" and self.table.terms[args[1]][0][0] == "clamp" \
-                    and (args[0], args[2]) == (self.table.terms[args[1]][1][0], self.table.terms[args[1]][1][2]):
+            elif head[0] == "clamp" and self._clamped(args):
                 number = args[1]
             else:
                 return number
+
+    def _clamped(self, args: tuple[Any, ...]) -> bool:
+        """Whether the clamped value was clamped to the same bounds before."""
+        head, before = self.table.terms[args[1]]
+        return head[0] == "clamp" and (before[0], before[2]) == (args[0], args[2])
 
     def _loop(self, frame: Frame, index: int, control: jp.Control, bodies: tuple[Frame, ...]) -> list[int]:
         """A loop is the number of what it does to an unknown iteration, for each carried value and buffer."""

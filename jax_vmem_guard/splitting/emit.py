@@ -19,7 +19,7 @@ from jax_vmem_guard import _jax_pallas as jp
 from jax_vmem_guard.splitting import frames, memory
 from jax_vmem_guard.splitting.frames import Frame, RefId
 from jax_vmem_guard.splitting.proof import Needs
-from jax_vmem_guard.splitting.ways import Label
+from jax_vmem_guard.splitting.ways import Label, Way
 
 Wanted = tuple[int, Label]
 
@@ -83,16 +83,13 @@ class Emitter:
             value = self.coarse if name == "program_id" else np.int32(self.steps)
             self.write(frame, eqn.outvars[0], label, value)
             return
-        if label is None:
-            labels, params, offset = (None,) * len(eqn.invars), eqn.params, None
-        else:
-            way = self.needs.ways[frame.number, index, position, label]
-            labels, params, offset = way.labels, way.params, way.offset_dim
-        if offset is not None:
-            self.write(frame, eqn.outvars[0], label, self._iota(eqn, params, offset))
+        way = Way(labels=(None,) * len(eqn.invars), params=eqn.params) if label is None else \
+            self.needs.ways[frame.number, index, position, label]
+        if way.offset_dim is not None:
+            self.write(frame, eqn.outvars[0], label, self._iota(eqn, way.params, way.offset_dim))
             return
-        values = [self.read(frame, v, wanted) for v, wanted in zip(eqn.invars, labels, strict=True)]
-        for var, out in zip(eqn.outvars, jp.bind(eqn, values, dict(params)), strict=True):
+        values = [self.read(frame, v, wanted) for v, wanted in zip(eqn.invars, way.labels, strict=True)]
+        for var, out in zip(eqn.outvars, jp.bind(eqn, values, dict(way.params)), strict=True):
             self.write(frame, var, label, out)
 
     def _iota(self, eqn: Any, params: Any, dim: int) -> Any:

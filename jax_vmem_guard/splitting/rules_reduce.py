@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from jax_vmem_guard.splitting.ways import Question, Rule, Way, way
 
-REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
-CUMULATIVE = "cumsum cumprod cummax cummin cumlogsumexp".split()
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax",
+              "argmin")
+CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 
 def reduction(question: Question) -> Way:

@@ -1,0 +1,160 @@
+"""What can be split in a kernel, in how many parts, at what cost; and why the rest cannot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jax_vmem_guard.chips import Chip
+from jax_vmem_guard.splitting import axes, cost, kernel, versions, windows
+from jax_vmem_guard.splitting.axes import Axis, NewAxis, Split
+from jax_vmem_guard.splitting.cost import STEP_BYTES, Cost
+from jax_vmem_guard.splitting.errors import Refused
+from jax_vmem_guard.splitting.program import CallSite
+from jax_vmem_guard.splitting.ways import Label
+from jax_vmem_guard.splitting.windows import Operand
+
+PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+
+#: A pair of axes is only offered with these, so that the list stays short.
+PAIR_PARTS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitOption:
+    """One way to make a kernel's blocks smaller.
+
+    Attributes:
+      split: what to hand to `apply_splits`.
+      proven: the proof went through; a pair is proved when it is applied.
+      before, after: VMEM, traffic and steps, estimated.
+    """
+
+    split: Split
+    proven: bool
+    before: Cost
+    after: Cost
+
+    @property
+    def refetched_bytes(self) -> int:
+        """What is moved between HBM and VMEM in addition."""
+        return max(0, self.after.fetched_bytes - self.before.fetched_bytes)
+
+    @property
+    def added_steps(self) -> int:
+        return self.after.steps - self.before.steps
+
+    @property
+    def price(self) -> int:
+        """Orders options: bytes fetched again, and steps in bytes."""
+        return self.refetched_bytes + self.added_steps * STEP_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """An axis that cannot be split, and why. `axis` is None for the kernel as a whole."""
+
+    axis: Axis | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    axis: Axis
+    parts: int
+    labels: tuple[Label, ...]
+
+
+def splits(site: CallSite, chip: Chip) -> tuple[tuple[SplitOption, ...], tuple[Refusal, ...]]:
+    """All single axes with every k that is proved and gives whole tiles, and pairs of those; cheapest first.
+
+    Args:
+      site: a kernel of a traced program.
+      chip: whose tiles and VMEM count.
+    """
+    aside = versions.stands_aside()
+    if aside is not None:
+        return (), (Refusal(axis=None, reason=aside),)
+    operands = windows.operands(site.eqn, site.unused)
+    found: list[_Found] = []
+    refusals: list[Refusal] = []
+    seen: set[tuple[Label, ...]] = set()
+    for axis in _axes(site, operands):
+        try:
+            ways = _one_axis(site, axis)
+        except Refused as refusal:
+            refusals.append(Refusal(axis=axis, reason=refusal.reason))
+            continue
+        labels = ways[0].labels
+        if isinstance(axis, NewAxis) and labels in seen:
+            continue  # the same cut, named after another output
+        seen.add(labels)
+        found += ways
+    grid = site.eqn.params["grid_mapping"].grid
+    before = cost.cost(operands, grid, chip, {}, {})
+    options = [_option((one,), operands, grid, chip, before) for one in found]
+    options += [_option(pair, operands, grid, chip, before) for pair in _pairs(found)]
+    return tuple(sorted(options, key=lambda o: (len(o.split.axes), o.price, o.after.vmem_bytes))), tuple(refusals)
+
+
+def _axes(site: CallSite, operands: Sequence[Operand]) -> Iterator[Axis]:
+    yield from range(len(site.grid))
+    grid = site.eqn.params["grid_mapping"].grid
+    named = {a for a in range(len(grid)) if grid[a] == 1}
+    outputs = [o for o in operands if o.role == "output"]
+    for position, output in enumerate(outputs):
+        if output.unused:
+            continue
+        for dim, size in enumerate(output.shape):
+            index = output.index[output.dims[dim]]
+            if size > 1 and index.constant is not None and index.axis not in named:
+                yield NewAxis(position, dim)
+
+
+def _one_axis(site: CallSite, axis: Axis) -> list[_Found]:
+    """Every k that works; `Refused` with the reason of the first k where none does."""
+    ways, first = [], None
+    for parts in PARTS:
+        try:
+            eqn, position, target = axes.with_axis(site.eqn, axis)
+            proven = kernel.prove(eqn, position, parts, site.unused, target)
+            why = cost.aligned(proven.operands, proven.labels, parts)
+            if why is not None:
+                raise Refused(why)
+        except Refused as refusal:
+            first = first or refusal
+            continue
+        ways.append(_Found(axis=axis, parts=parts, labels=proven.labels))
+    if not ways:
+        raise first or Refused("no number of parts divides the block")
+    return ways
+
+
+def _pairs(found: Sequence[_Found]) -> Iterator[tuple[_Found, _Found]]:
+    """Two axes that cut something different. New axes come first: they are put before the grid."""
+    usable = [one for one in found if one.parts in PAIR_PARTS]
+    for first in usable:
+        for second in usable:
+            ordered = _rank(first.axis) < _rank(second.axis)
+            if ordered and all(a is None or a != b for a, b in zip(first.labels, second.labels, strict=True)):
+                yield first, second
+
+
+def _rank(axis: Axis) -> tuple[int, int, int]:
+    return (1, axis, 0) if isinstance(axis, int) else (0, axis.output, axis.dim)
+
+
+def _option(ways: Sequence[_Found], operands: Sequence[Operand], grid: Sequence[object], chip: Chip,
+            before: Cost) -> SplitOption:
+    parts: dict[int, dict[int, int]] = {}
+    for one in ways:
+        for operand, label in zip(operands, one.labels, strict=True):
+            if label is not None:
+                parts.setdefault(operand.position, {})[label] = one.parts
+    finer = {one.axis: one.parts for one in ways if isinstance(one.axis, int)}
+    new = math.prod(one.parts for one in ways if not isinstance(one.axis, int))
+    return SplitOption(split=Split(axes=tuple((one.axis, one.parts) for one in ways)), proven=len(ways) == 1,
+                       before=before, after=cost.cost(operands, grid, chip, parts, finer, new))
+
+
