@@ -189,7 +189,7 @@ BUFFERED = {
     "pages": (pages, lambda s: (i32(64), array(64, 512, 1536 * s), array(32768, 1536 * s))),
     "dynamic_grid": (dynamic_grid, lambda s: (i32(1), array(32768, 1536 * s))),
     "squeezed": (squeezed, lambda s: (array(32, 1024, 3072 * s), array(32, 256, 3072 * s))),
-    "weight_kept": (weight_kept, lambda s: (array(512, 1024 * s), array(2304, 1024 * s))),
+    "weight_kept": (weight_kept, lambda s: (array(32768, 1024 * s), array(2304, 1024 * s))),
     "in_place": (in_place, lambda s: (array(32768, 2048 * s), array(32768, 2048 * s))),
 }
 
@@ -207,7 +207,7 @@ COLORED = {
     "copy_whole": (copy_whole, lambda s: (array(2560 * s, 1024),)),
     "add_whole": (add_whole, lambda s: (array(1536 * s, 1024), array(1536 * s, 1024))),
     "sum_and_difference": (sum_and_difference, lambda s: (array(1280 * s, 1024), array(1280 * s, 1024))),
-    "gather_rows": (gather_rows, lambda s: (i32(16), array(5120 * s, 1024))),
+    "gather_rows": (gather_rows, lambda s: (i32(4096), array(5120 * s, 1024))),
     "weight_kept": (weight_kept, lambda s: (array(512, 1024 * s), array(2304, 1024 * s))),
     "scaled_in_place": (scaled_in_place, lambda s: (array(1024, 1024 * s), array(4096, 1024 * s))),
 }
