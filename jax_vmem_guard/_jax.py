@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import io
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ class Seams:
         def guarded_compile(self: Any, compiler_options: Any = None, *, device_assignment: Any = None) -> Any:
             return on_compile(compile_, self, compiler_options, device_assignment)
 
+        _hide_own_frames()
         self._originals = (lower, compile_)
         pxla.lower_sharding_computation = guarded_lower
         computation.compile = guarded_compile
@@ -120,6 +122,7 @@ class Seams:
         pxla = _pxla()
         pxla.lower_sharding_computation, pxla.MeshComputation.compile = self._originals
         self._originals = None
+        _show_own_frames()
 
 
 def _require_own(cls: Any, name: str) -> Any:
@@ -136,12 +139,32 @@ def _assert_parameters(function: Any, expected: tuple[str, ...]) -> None:
         )
 
 
-def exclude_from_tracebacks(file: str) -> None:
-    """Leave this file's frames out of JAX's source locations and tracebacks (0.8.1 to 0.12.0)."""
+#: Files of this package.
+_OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def _hide_own_frames() -> None:
+    """Leave the guard's frames out of the source locations JAX writes into a module, and out of its tracebacks.
+
+    Without this a guarded program would reach the compiler with other locations. Seen in 0.8.1 to 0.12.0:
+    `register_exclusion` adds to the list `_exclude_paths` of each module.
+    """
     from jax._src import source_info_util, traceback_util
 
-    source_info_util.register_exclusion(file)
-    traceback_util.register_exclusion(file)
+    for module in (source_info_util, traceback_util):
+        if _OWN_FILES not in _require(module, "_exclude_paths"):
+            _require(module, "register_exclusion")(_OWN_FILES)
+
+
+def _show_own_frames() -> None:
+    from jax._src import source_info_util, traceback_util
+
+    for module in (source_info_util, traceback_util):
+        paths = _require(module, "_exclude_paths")
+        while _OWN_FILES in paths:
+            paths.remove(_OWN_FILES)
+    _require(source_info_util, "_exclude_path_regex").cache_clear()
+    _require(source_info_util, "is_user_filename").cache_clear()
 
 
 # --- A lowered program ------------------------------------------------------------------------------------------------

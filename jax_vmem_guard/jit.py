@@ -12,8 +12,6 @@ import jax
 from jax_vmem_guard import _jax, hook
 from jax_vmem_guard.policy import Policy
 
-_jax.exclude_from_tracebacks(__file__)
-
 
 def jit(fun: Callable[..., Any] | None = None, /, *, policy: Policy | None = None, **jit_options: Any) -> Any:
     """`jax.jit` with the guard: the same call, the same options, the same object back.
