@@ -532,6 +532,20 @@ def kernel_names(jaxpr: Any) -> Iterator[str]:
             yield str(equation.params.get("name"))
 
 
+def lower_equation(equation: Any, device: Any) -> Any:
+    """The StableHLO module of one equation of a traced program, lowered for `device` with nothing around it.
+
+    Equations have `primitive`, `params`, `invars` with `aval` (0.8.1 to 0.12.0).
+    """
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arguments = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding) for v in equation.invars]
+
+    def alone(*values: Any) -> Any:
+        return equation.primitive.bind(*values, **equation.params)
+
+    return jax.jit(alone).lower(*arguments)._lowering._hlo
+
+
 def name_of(fun: Any) -> str:
     """The name JAX gives a program made from `fun` (`jax._src.util.fun_name`, 0.8.1 to 0.12.0)."""
     from jax._src import util

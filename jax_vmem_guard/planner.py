@@ -102,7 +102,7 @@ def decide(kernel: Kernel, *, limit_bytes: int, needs: Mapping[Variant, Need], r
 def _variants(kernel: Kernel, plain: Need, target: int, policy: Policy, proposals: Proposals) -> Iterator[Variant]:
     """Variants in the order they are worth trying: one remedy alone first, then two together."""
     yield ()
-    need = plain.bytes if plain.bytes is not None else chip_overflow(target)
+    need = plain.bytes if plain.bytes is not None else _beyond(target)
     proposed = {remedy: proposals(remedy, kernel, need, target) for remedy in policy.remedies if remedy in SHRINKING}
     cheap = {remedy: tuple(c for c in changes if not c.data.get("last_resort")) for remedy, changes in proposed.items()}
     for changes in cheap.values():
@@ -118,7 +118,7 @@ def _variants(kernel: Kernel, plain: Need, target: int, policy: Policy, proposal
         yield tuple(strongest)
 
 
-def chip_overflow(target: int) -> int:
+def _beyond(target: int) -> int:
     """A stand-in for a need that is unknown but above `target` bytes."""
     return 2 * target
 
@@ -128,7 +128,12 @@ def _finish(kernel: Kernel, variant: Variant, need: int, limit_bytes: int, chip:
     known = tuple(with_need(change, need) for change in variant)
     if need <= limit_bytes:
         return known
-    return (*known, limit.raise_to(kernel, need_bytes=need, limit_bytes=limit_bytes, chip=chip))
+    return (*known, limit.raise_to(kernel, need_bytes=need, limit_bytes=limit_bytes, ceiling=ceiling(variant, chip)))
+
+
+def ceiling(variant: Variant, chip: Chip) -> int:
+    """The most a kernel's limit may be: the chip's capacity, less what the variant's coloring takes of it."""
+    return min([chip.capacity_bytes, *(change.data["room_bytes"] for change in variant if "room_bytes" in change.data)])
 
 
 def with_need(change: Change, need_bytes: int | None) -> Change:

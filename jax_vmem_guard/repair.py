@@ -168,7 +168,7 @@ class _Session:
         """Allow more where the failure is: a limit at capacity first, other variants after that."""
         if diagnosis.is_kernel is False and diagnosis.form == "limit":
             return self._raise_flag(diagnosis)
-        suspects = named_by(diagnosis, self.builder.kernels) & set(self.kernels) or {
+        suspects = named_by(diagnosis, self.builder) & set(self.kernels) or {
             f for f in self.kernels if self._unknown(f)} or set(self.plan) or set(self.kernels)
         raisable = sorted(f for f in suspects if f not in self.at_capacity
                           and self.limits[f] < self.chip.capacity_bytes)
@@ -183,7 +183,7 @@ class _Session:
             return
         kernel = self.kernels[fingerprint]
         others = tuple(c for c in self.plan.get(fingerprint, ()) if c.remedy != limit.NAME)
-        self.plan[fingerprint] = (*others, limit.set_to(kernel, self.chip.capacity_bytes, need_bytes=None,
+        self.plan[fingerprint] = (*others, limit.set_to(kernel, planner.ceiling(others, self.chip), need_bytes=None,
                                                         limit_bytes=self.limits[fingerprint]))
         self.at_capacity.add(fingerprint)
 
@@ -236,14 +236,14 @@ class _Session:
                    used: tuple[InstructionVmem, ...]) -> tuple[Change, ...]:
         if fingerprint not in self.at_capacity:
             return changes
-        most = max((row.used_bytes or 0 for row in used if self.builder.is_label_of(row.label, fingerprint)), default=0)
+        most = max((row.used_bytes or 0 for row in used if self.builder.labelled(row.label) == fingerprint), default=0)
         if not most:
             return changes
         others = tuple(c for c in changes if c.remedy != limit.NAME)
         if most <= self.limits[fingerprint]:
             return others
-        return (*others, limit.raise_to(self.kernels[fingerprint], need_bytes=most,
-                                        limit_bytes=self.limits[fingerprint], chip=self.chip))
+        return (*others, limit.raise_to(self.kernels[fingerprint], need_bytes=most, limit_bytes=self.limits[fingerprint],
+                                        ceiling=planner.ceiling(others, self.chip)))
 
     def _success(self, executable: Any) -> Attempt:
         changes = tuple(change for f in self.kernels for change in self.plan.get(f, ()))

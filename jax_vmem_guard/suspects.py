@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-from jax_vmem_guard.build import labelled_ordinal
+from jax_vmem_guard.build import Builder
 from jax_vmem_guard.custom_call import labels_in
 from jax_vmem_guard.diagnosis import Diagnosis
-from jax_vmem_guard.kernels import Kernel
 
 
-def named_by(diagnosis: Diagnosis, kernels: Iterable[Kernel]) -> set[str]:
+def named_by(diagnosis: Diagnosis, builder: Builder) -> set[str]:
     """Fingerprints of the kernels that the message is about; empty where it does not tell.
 
     The guard's own label decides where the message has it. Without one, a name or a source line counts only if it
     points at a single kernel.
     """
-    kernels = tuple(kernels)
-    ordinals = {labelled_ordinal(label) for label in labels_in(diagnosis.label or "")}
-    if ordinals:
-        return {k.fingerprint for k in kernels if k.ordinal in ordinals}
+    labelled = {builder.labelled(label) for label in labels_in(diagnosis.label or "")} - {None}
+    if labelled:
+        return {fingerprint for fingerprint in labelled if fingerprint is not None}
     base = re.sub(r"(\.\d+)+$", "", diagnosis.instruction or "")
     for same in (lambda k: bool(base) and k.name == base,
                  lambda k: diagnosis.source is not None and k.source == diagnosis.source):
-        found = {k.fingerprint for k in kernels if same(k)}
+        found = {k.fingerprint for k in builder.kernels if same(k)}
         if len(found) == 1:
             return found
     return set()

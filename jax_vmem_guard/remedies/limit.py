@@ -18,15 +18,19 @@ GRANULE_BYTES = 64 * KiB
 
 def with_margin(need_bytes: int, chip: Chip) -> int:
     """The limit for a kernel that needs `need_bytes`: at most 192 KiB above the need, never above the chip."""
+    return _with_margin(need_bytes, chip.capacity_bytes)
+
+
+def _with_margin(need_bytes: int, ceiling: int) -> int:
     rounded = -(-(need_bytes + MARGIN_BYTES) // GRANULE_BYTES) * GRANULE_BYTES
     # A small kernel gets less margin: 10 % of its need is the most that this project promises.
     capped = min(rounded, need_bytes + need_bytes // 10)
-    return min(max(capped, need_bytes), chip.capacity_bytes)
+    return min(max(capped, need_bytes), ceiling)
 
 
-def raise_to(kernel: Kernel, *, need_bytes: int, limit_bytes: int, chip: Chip) -> Change:
-    """Raise the kernel's limit from `limit_bytes` to its need plus the margin."""
-    return set_to(kernel, with_margin(need_bytes, chip), need_bytes=need_bytes, limit_bytes=limit_bytes)
+def raise_to(kernel: Kernel, *, need_bytes: int, limit_bytes: int, ceiling: int) -> Change:
+    """Raise the kernel's limit from `limit_bytes` to its need plus the margin, at most to `ceiling` bytes."""
+    return set_to(kernel, _with_margin(need_bytes, ceiling), need_bytes=need_bytes, limit_bytes=limit_bytes)
 
 
 def set_to(kernel: Kernel, after_bytes: int, *, need_bytes: int | None, limit_bytes: int) -> Change:

@@ -1,0 +1,95 @@
+"""Block splitting inside the compile loop: from a kernel of the lowered program to its equation, and back.
+
+A kernel read from the module and the equation it came from are matched by fingerprint: the equation, lowered alone,
+gives the same kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from jax_vmem_guard import _jax
+from jax_vmem_guard.changes import Change
+from jax_vmem_guard.chips import Chip
+from jax_vmem_guard.kernels import Kernel, read_kernels
+from jax_vmem_guard.policy import Policy
+
+#: How many splits of one kernel are worth a probe each.
+MOST_PROPOSALS = 8
+
+
+class Resplitter:
+    """Splits kernels of one program."""
+
+    NAME = "split"
+
+    def __init__(self, program: _jax.Program, chip: Chip):
+        self._program, self._chip = program, chip
+
+    @functools.cached_property
+    def _sites(self) -> dict[str, list[Any]]:
+        """Fingerprint -> the `pallas_call`s of the traced program that lower to it."""
+        from jax_vmem_guard.remedies import splitting
+
+        closed_jaxpr = self._program.lowering.closed_jaxpr if self._program.lowering is not None else None
+        sites: dict[str, list[Any]] = {}
+        if closed_jaxpr is None:
+            return sites
+        for site in splitting.find_pallas_calls(closed_jaxpr):
+            try:
+                [kernel] = read_kernels(self._lower(site.eqn))
+            except Exception:  # an equation that cannot stand alone, by whatever error of JAX's, is not split
+                continue
+            sites.setdefault(kernel.fingerprint, []).append(site)
+        return sites
+
+    def _lower(self, equation: Any) -> Any:
+        return _jax.lower_equation(equation, self._program.devices[0])
+
+    def propose(self, kernel: Kernel, *, need_bytes: int, target_bytes: int, chip: Chip,
+                policy: Policy) -> tuple[Change, ...]:
+        """Splits that should bring the need down to the target, those that cost least first."""
+        from jax_vmem_guard.remedies import splitting
+
+        del policy
+        sites = self._sites.get(kernel.fingerprint)
+        if not sites:
+            return ()
+        options, _ = splitting.splits(sites[0], chip)
+        chosen = [o for o in options if _hoped(need_bytes, o) <= target_bytes]
+        # Of one choice of axes only the smallest numbers of parts: where two do not suffice, the next may.
+        kept: list[Any] = []
+        for option in chosen:
+            axes = [axis for axis, _ in option.split.axes]
+            if sum(axes == [axis for axis, _ in other.split.axes] for other in kept) < 3:
+                kept.append(option)
+        return tuple(splitting.change(sites[0], option, fingerprint=kernel.fingerprint) for option in kept[:MOST_PROPOSALS])
+
+    def lowered_alone(self, fingerprint: str, change: Change) -> Any:
+        """The split kernel, lowered for one device with nothing around it."""
+        from jax_vmem_guard.remedies import splitting
+        from jax_vmem_guard.splitting.program import split_call
+
+        return self._lower(split_call(self._sites[fingerprint][0], splitting.from_data(change.data)))
+
+    def lowered_again(self, changes: Mapping[str, Change]) -> tuple[Any, dict[str, str]]:
+        """The program's module with kernels split, and the fingerprint each split kernel had before."""
+        from jax_vmem_guard.remedies import splitting
+
+        assert self._program.lowering is not None
+        wanted = {site.path: splitting.from_data(change.data)
+                  for fingerprint, change in changes.items() for site in self._sites[fingerprint]}
+        rewritten = splitting.apply_splits(self._program.lowering.closed_jaxpr, wanted)
+        before = {}
+        for fingerprint, change in changes.items():
+            [kernel] = read_kernels(self.lowered_alone(fingerprint, change))
+            before[kernel.fingerprint] = fingerprint
+        return self._program.lower_again(rewritten).module, before
+
+
+def _hoped(need_bytes: int, option: Any) -> int:
+    """The need after a split if everything in the kernel shrinks as its windows and scratch do."""
+    before = max(option.before.vmem_bytes, 1)
+    return max(need_bytes, before) * option.after.vmem_bytes // before

@@ -1,0 +1,83 @@
+"""Where no limit helps: the compile loop with buffering, coloring and splitting, on chips with less VMEM than the need."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import public_cases as cases
+import pytest
+from kernels_on_chips import MiB, add, array, copy_whole, lower_with, used_by_kernels
+
+import jax_vmem_guard as vmem_guard
+from jax_vmem_guard import Policy
+
+
+def repair(fun, arguments, chip, remedies):
+    done = len(vmem_guard.repairs())
+    compiled = lower_with(vmem_guard.jit(fun, policy=Policy(remedies=remedies)), *arguments, chip=chip).compile()
+    [made] = vmem_guard.repairs()[done:]
+    return compiled, made
+
+
+@pytest.mark.parametrize(("chip", "remedies", "expected"), [
+    ("v4", ("limit", "split"), ["split"]),
+    ("v4", ("limit", "buffering", "coloring", "split"), ["split"]),
+    ("v5e", ("split",), ["split"]),
+    ("v5e", ("limit", "split"), ["limit"]),
+    ("v5p", ("limit", "split"), ["limit"]),
+])
+def test_an_elementwise_kernel_is_split_only_where_its_limit_cannot_be_raised(chip, remedies, expected):
+    fun = functools.partial(add, block=512)
+    compiled, made = repair(fun, [array(8192, 4096)] * 2, chip, remedies)
+    assert [change.remedy for change in made.changes] == expected
+    assert made.compiles <= 2
+    if expected == ["split"]:
+        assert max(used_by_kernels(compiled)) <= 16 * MiB
+
+
+def test_buffering_repairs_a_matmul_when_limits_may_not_be_raised():
+    fun, arguments = cases.matmul_relu()
+    compiled, made = repair(fun, arguments, "v5e", ("buffering",))
+    assert [change.remedy for change in made.changes] == ["buffering"]
+    assert max(used_by_kernels(compiled)) <= 16 * MiB
+
+
+def test_coloring_repairs_a_whole_array_copy_when_limits_may_not_be_raised():
+    compiled, made = repair(copy_whole, [array(4096, 1024)], "v5e", ("coloring",))
+    assert [change.remedy for change in made.changes] == ["coloring"]
+    assert max(used_by_kernels(compiled)) <= 16 * MiB
+
+
+def test_a_norm_that_no_limit_repairs_on_v4_is_split():
+    fun, arguments = cases.rms_norm(256)
+    compiled, made = repair(fun, arguments, "v4", Policy().remedies)
+    assert [change.remedy for change in made.changes] == ["split"]
+    assert max(used_by_kernels(compiled)) <= 16 * MiB
+
+
+def test_a_split_kernel_inside_a_scan_beside_one_that_fits(tmp_path):
+    def fun(x):
+        x = add(x, x, block=64)
+        return jax.lax.scan(lambda c, _: (add(c, c, block=512), None), x, None, length=2)[0]
+
+    compiled, made = repair(fun, [array(8192, 4096)], "v4", Policy().remedies)
+    [change] = made.changes
+    assert change.remedy == "split" and max(used_by_kernels(compiled)) <= 16 * MiB
+
+
+def flash_gradient(q, k, v):
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+    block = 2048
+    sizes = flash.BlockSizes(block_q=block, block_k_major=block, block_k=block, block_b=1, block_q_major_dkv=block,
+                             block_k_major_dkv=block, block_k_dkv=block, block_q_dkv=block, block_k_major_dq=block,
+                             block_k_dq=block, block_q_dq=block)
+    return jax.grad(lambda *qkv: jnp.sum(flash.flash_attention(*qkv, causal=True, block_sizes=sizes).astype(jnp.float32)),
+                    argnums=(0, 1, 2))(q, k, v)
+
+
+@pytest.mark.long
+def test_flash_attention_and_its_gradient_compile_on_v4():
+    compiled, made = repair(flash_gradient, [array(1, 2, 4096, 128, dtype=jnp.bfloat16)] * 3, "v4", Policy().remedies)
+    assert len(made.changes) == 3 and {change.remedy for change in made.changes} == {"split"}
+    assert max(used_by_kernels(compiled)) <= 16 * MiB
