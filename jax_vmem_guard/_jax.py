@@ -253,6 +253,25 @@ class Program:
         return tuple(given) if given is not None else tuple(self.backend.devices())[:1]
 
     @property
+    def platform_version(self) -> str:
+        """What the compiler says it is: "PJRT C API / TFRT TPU v5 lite / Built on ... cl/1014260217", on three lines."""
+        return str(getattr(self.backend, "platform_version", ""))
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Numbers of the processes of this distributed job that run the program; () where it is not distributed.
+
+        A program for a topology that is not here (`CompileOnlyPyClient`, 0.8.1 to 0.12.0) runs nowhere yet: all
+        processes of a job are taken to prepare the same one.
+        """
+        store = key_value_store()
+        if store is None:
+            return ()
+        if type(self.backend).__name__ == "CompileOnlyPyClient":
+            return tuple(range(store.num_processes))
+        return tuple(sorted({int(device.process_index) for device in self.devices}))
+
+    @property
     def compiler_options(self) -> dict[str, Any]:
         """Options the caller gave, to `jax.jit` and to `.compile`."""
         return {**dict(_require(self._computation, "_compiler_options_kvs")), **(self._call_options or {})}
@@ -330,6 +349,11 @@ def _device_list(devices: tuple[Any, ...]) -> Any:
     from jax._src.lib import xla_client  # 0.8.1 to 0.12.0
 
     return _require(xla_client, "DeviceList")(devices)
+
+
+def text_without_locations(module: Any) -> str:
+    """The text of a module, as MLIR prints it, without source locations."""
+    return str(module.operation.get_asm(enable_debug_info=False))
 
 
 def is_tpu(computation: Any) -> bool:
@@ -522,6 +546,8 @@ def parse_mosaic(body: bytes) -> Any:
         with module.context:
             PassManager.parse("builtin.module(mosaic-serde{serialize=false})").run(module.operation)
     return module
+
+
 def kernel_names(jaxpr: Any) -> Iterator[str]:
     """Names of the Pallas kernels a traced program calls, for any backend, interpreted ones too.
 
@@ -556,6 +582,12 @@ def name_of(fun: Any) -> str:
 
 
 # --- Many processes ---------------------------------------------------------------------------------------------------
+
+
+def process_id() -> int:
+    """The number of this process in its distributed job; 0 without one."""
+    store = key_value_store()
+    return 0 if store is None else store.process_id
 
 
 class KeyValueStore:

@@ -39,7 +39,8 @@ class AgreementError(RuntimeError):
 
 
 def agree(program_key: str, plan_json: str, *, timeout_s: float, processes: Iterable[int] | None = None,
-          facts: Mapping[str, Any] | None = None, attempt: int = 0, remembered: bool = False) -> str:
+          facts: Mapping[str, Any] | None = None, attempt: int = 0, remembered: bool = False,
+          only_words: Iterable[str] = ()) -> str:
     """The plan that all processes of a program apply; returns once they agree.
 
     Call it before a changed program is compiled, never for one that compiles as it is.
@@ -52,6 +53,7 @@ def agree(program_key: str, plan_json: str, *, timeout_s: float, processes: Iter
       facts: what must be the same everywhere besides the plan: name -> JSON value.
       attempt: how many changed forms of the program were compiled before this one.
       remembered: the plan comes from a plan file. The leader's counts then, so it is not compared.
+      only_words: names of fields in the plan that say the same thing in words, and may differ: paths of sources.
 
     Returns:
       The leader's plan; `plan_json` at once where only one process runs the program.
@@ -62,7 +64,8 @@ def agree(program_key: str, plan_json: str, *, timeout_s: float, processes: Iter
     talk = _Talk.about(program_key, processes, facts, attempt)
     if talk is None:
         return plan_json
-    message = {"facts": dict(facts or {}), "plan": plan_json, "remembered": remembered, "declined": None}
+    message = {"facts": dict(facts or {}), "plan": plan_json, "remembered": remembered, "declined": None,
+               "only_words": sorted(only_words)}
     try:
         verdict = talk.propose(message, timeout_s)
     except ConnectionError as error:
@@ -93,6 +96,8 @@ def decline(program_key: str, reason: str, *, processes: Iterable[int] | None = 
 def from_leader(topic: str, text: str, *, timeout_s: float, processes: Iterable[int] | None = None) -> str | None:
     """What the leader said about `topic`, the first time it was asked; None if it did not within `timeout_s`.
 
+    Each process asks once per topic and leader: it keeps the answer, also that there was none, which it logs.
+
     Args:
       topic: what is asked for, the same on every process.
       text: what this process would say; the leader's counts.
@@ -102,14 +107,10 @@ def from_leader(topic: str, text: str, *, timeout_s: float, processes: Iterable[
     talk = _Talk.about(topic, processes, None, 0)
     if talk is None:
         return text
-    key = f"{talk.base}/said"
-    try:
-        if talk.leads:
-            talk.store.set_first(key, text)
-        return talk.wait_for(key, timeout_s, f"what process {talk.leader} says")
-    except ConnectionError as error:
-        _logger.warning("process %d does not say its %s: %s", talk.leader, topic, _first_line(error))
-        return None
+    with _answers_lock:
+        if talk.base not in _answers:
+            _answers[talk.base] = talk.ask_leader(topic, text, timeout_s)
+        return _answers[talk.base]
 
 
 class _Talk:
@@ -160,6 +161,20 @@ class _Talk:
             if value is not None:
                 return value
         return None
+
+    def ask_leader(self, topic: str, text: str, timeout_s: float) -> str | None:
+        key = f"{self.base}/said"
+        try:
+            if self.leads:
+                self.store.set_first(key, text)
+            answer = self.wait_for(key, timeout_s, f"what process {self.leader} says")
+            why = f"within {timeout_s:g} s (`Policy.agreement_timeout_s`)"
+        except ConnectionError as error:
+            answer, why = None, f"({_first_line(error)})"
+        if answer is None:
+            _logger.warning("process %d does not say what its %s holds %s: nothing of it is used", self.leader, topic,
+                            why)
+        return answer
 
     def _collect(self, mine: dict[str, Any], timeout_s: float) -> str | None:
         """Reads the others' messages until all are there or one differs; gives what is wrong, or None."""
@@ -227,10 +242,20 @@ def _difference(leader: int, mine: dict[str, Any], process: int, theirs: dict[st
             return f"`{where}` is {a} in process {leader} and {b} in process {process}."
     if theirs["declined"] is not None:
         return f"process {process} does not change it: {theirs['declined']}."
-    if mine["remembered"] or theirs["remembered"] or mine["plan"] == theirs["plan"]:
+    if mine["remembered"] or theirs["remembered"]:
         return None
-    where, a, b = _first_difference(json.loads(mine["plan"]), json.loads(theirs["plan"]), "plan")
+    plans = [_without(json.loads(message["plan"]), mine["only_words"]) for message in (mine, theirs)]
+    if plans[0] == plans[1]:
+        return None
+    where, a, b = _first_difference(plans[0], plans[1], "plan")
     return f"`{where}` is {a} in process {leader} and {b} in process {process}."
+
+
+def _without(value: Any, names: list[str]) -> Any:
+    """A JSON value without the fields of these names."""
+    if isinstance(value, dict):
+        return {name: _without(inner, names) for name, inner in value.items() if name not in names}
+    return [_without(inner, names) for inner in value] if isinstance(value, list) else value
 
 
 def _first_difference(a: Any, b: Any, where: str) -> tuple[str, str, str]:
@@ -262,6 +287,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+_answers_lock = threading.Lock()
+_answers: dict[str, str | None] = {}  # what leaders said, by what they were asked
 _rounds_lock = threading.Lock()
 _rounds: dict[str, list[str]] = {}  # program -> what this process has talked about, in order: its rounds
 

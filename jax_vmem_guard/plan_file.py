@@ -24,7 +24,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from jax_vmem_guard.plan_format import Entry, Environment, MalformedPlan, NewerPlan, from_text, merged, to_text
+from jax_vmem_guard.plan_format import (
+    Entry,
+    Environment,
+    MalformedPlan,
+    NewerPlan,
+    by_fingerprint,
+    from_text,
+    merged,
+    to_text,
+)
 
 __all__ = ["AUTO_NAME", "Entry", "Environment", "PlanFile", "installed_versions", "resolve_path"]
 
@@ -33,6 +42,7 @@ _LOCK_TIMEOUT_S = 10.0
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 _logger = logging.getLogger("jax_vmem_guard")
+_opened: dict[str, PlanFile] = {}
 _said: dict[tuple[str, ...], object] = {}  # what this process has already warned about
 
 
@@ -45,17 +55,18 @@ class PlanFile:
         self._lock_path = self.path.with_name(f".{self.path.name}.lock")
         self._cache: tuple[tuple[int, ...], tuple[Entry, ...]] | None = None
 
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> PlanFile:
+        """The object this process has for a path, so that an unchanged file is parsed once."""
+        return _opened.setdefault(os.fspath(path), cls(path))
+
     def entries(self, environment: Environment) -> dict[str, tuple[Entry, ...]]:
         """The outcomes that count in `environment`, by fingerprint; several where programs need different changes.
 
         Never raises: for a file that is missing, unreadable, corrupt or of a later format there are none, and all but
         a missing one is warned about, once.
         """
-        found: dict[str, tuple[Entry, ...]] = {}
-        for entry in self._entries_or_warn():
-            if entry.environment == environment:
-                found[entry.fingerprint] = (*found.get(entry.fingerprint, ()), entry)
-        return found
+        return by_fingerprint(entry for entry in self._entries_or_warn() if entry.environment == environment)
 
     def stale(self, environment: Environment) -> tuple[Entry, ...]:
         """Entries of other environments for kernels that have no entry in `environment`. Never raises."""

@@ -112,6 +112,14 @@ def merged(old: Iterable[Entry], new: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(known.values())
 
 
+def by_fingerprint(entries: Iterable[Entry]) -> dict[str, tuple[Entry, ...]]:
+    """Entries grouped by kernel; several for one where programs need different changes."""
+    found: dict[str, tuple[Entry, ...]] = {}
+    for entry in entries:
+        found[entry.fingerprint] = (*found.get(entry.fingerprint, ()), entry)
+    return found
+
+
 def to_text(entries: Iterable[Entry]) -> str:
     """The plan file that holds `entries`, which all have different keys.
 
