@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from jax_vmem_guard import _jax, agreement
 from jax_vmem_guard._version import __version__
 from jax_vmem_guard.changes import Change
-from jax_vmem_guard.plan_format import Environment
 from jax_vmem_guard.policy import Policy
+from jax_vmem_guard.recall import Memory
 
 #: Fields of a change that may differ between hosts: checkouts lie in different places.
 _ONLY_WORDS = ("source", "edit", "before", "after")
@@ -25,13 +25,12 @@ class Consensus:
     Args:
       program: the program.
       policy: this process's policy.
-      environment: this process's chip and versions.
-      digest: gives the program's digest; asked only where there are other processes.
+      memory: knows the program's digest and environment; None for a chip nothing is known of, which nobody changes.
     """
 
-    def __init__(self, program: _jax.Program, policy: Policy, environment: Environment, digest: Callable[[], str]):
-        self._program, self._policy, self._environment, self._digest = program, policy, environment, digest
-        self._processes = program.processes
+    def __init__(self, program: _jax.Program, policy: Policy, memory: Memory | None):
+        self._program, self._policy, self._memory = program, policy, memory
+        self._processes = program.processes if memory is not None else ()
         self._attempt = 0
 
     @property
@@ -68,9 +67,11 @@ class Consensus:
 
     @property
     def _key(self) -> str:
-        return f"{self._program.name}@{self._digest()}"
+        assert self._memory is not None
+        return f"{self._program.name}@{self._memory.digest}"
 
     @property
     def _facts(self) -> dict[str, Any]:
+        assert self._memory is not None
         policy = {name: value for name, value in dataclasses.asdict(self._policy).items() if name not in _LOCAL_POLICY}
-        return {"jax_vmem_guard": __version__, "policy": policy, "environment": dataclasses.asdict(self._environment)}
+        return {"jax_vmem_guard": __version__, "policy": policy, "environment": dataclasses.asdict(self._memory.environment)}

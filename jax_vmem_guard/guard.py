@@ -8,12 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jax_vmem_guard import _jax, ahead
+from jax_vmem_guard.agreement import AgreementError
 from jax_vmem_guard.chips import chip_for_device_kind
+from jax_vmem_guard.consensus import Consensus
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
 from jax_vmem_guard.explain import explain
 from jax_vmem_guard.journal import journal
 from jax_vmem_guard.policy import Policy
-from jax_vmem_guard.repair import Attempt, attempt_repair
+from jax_vmem_guard.recall import Memory, Recollection
+from jax_vmem_guard.repair import Attempt, attempt_recalled, attempt_repair
 
 logger = logging.getLogger("jax_vmem_guard")
 
@@ -32,19 +35,18 @@ def compile_program(program: _jax.Program, policy: Policy | None, policy_inside:
     Raises:
       Whatever the compiler raised first, the same object, where the guard cannot or may not repair; a VMEM failure
       then carries the diagnosis and the attempts as notes.
+      AgreementError: several processes run the program and do not agree on how to change it.
     """
     if policy is not None:
         if policy.mode == "off":
             return program.compile()
         if program.repaired is not None and program.repaired[0] == policy:
             return program.repaired[1]
-    outlook = _outlook(program, policy)
-    attempt = None
-    if outlook == "certain":
-        attempt = _repair_safely(program, policy, None)
-        if attempt.executable is not None:
-            return _finish(program, policy, attempt)
-    speculation = _Speculation(program, policy) if outlook == "likely" else None
+    counsel = _Counsel(program, policy) if policy is not None else None
+    attempt = counsel.act_ahead() if counsel is not None else None
+    if counsel is not None and attempt is not None and attempt.executable is not None:
+        return counsel.finish(attempt)
+    speculation = counsel.speculate() if counsel is not None else None
     try:
         return program.compile()
     except Exception as error:
@@ -52,36 +54,103 @@ def compile_program(program: _jax.Program, policy: Policy | None, policy_inside:
         policy = policy if policy is not None else policy_inside()
         if diagnosis is None or policy is None or policy.mode == "off":
             raise
+        counsel = counsel if counsel is not None else _Counsel(program, policy)
         if speculation is not None:
             attempt = speculation.result()
         if attempt is None:
-            attempt = _repair_safely(program, policy, diagnosis)
+            attempt = counsel.repair(diagnosis)
         if attempt.executable is None:
+            counsel.give_up(attempt)
             error.add_note(_note(program, diagnosis, attempt))
             raise
     finally:
         if speculation is not None:
             speculation.abandon()
-    return _finish(program, policy, attempt)
+    return counsel.finish(attempt)
 
 
-def _outlook(program: _jax.Program, policy: Policy | None) -> str:
-    """What is known before the first compile: "certain" to need a change, "likely" to fail, or "open"."""
-    if policy is None or policy.mode != "fix":
-        return "open"
-    try:
-        return ahead.outlook(program, policy)
-    except Exception:
-        logger.exception("jax_vmem_guard could not read the kernels of `%s`; the compiler decides", program.name)
-        return "open"
+class _Counsel:
+    """Everything that is asked about one program on its way: what is remembered, and what other processes say."""
+
+    def __init__(self, program: _jax.Program, policy: Policy):
+        self._program, self._policy = program, policy
+        self._chip = chip_for_device_kind(program.device_kind)
+        self._memory = Memory.of(program, policy, self._chip) if self._chip is not None else None
+        self._consensus = Consensus(program, policy, self._memory)
+        self._recollection = self._safely(self._recollect, Recollection())
+        self._wasted = 0  # compiles of what was remembered, in vain
+        self._outlook = "open"
+
+    def act_ahead(self) -> Attempt | None:
+        """Compile a changed program first, where it is known or certain that the program itself fails.
+
+        Returns:
+          The attempt; None where the compiler should speak first.
+        """
+        if self._policy.mode != "fix" or self._chip is None:
+            return None
+        if self._recollection.is_certain:
+            attempt = attempt_recalled(self._program, self._policy, self._chip, self._consensus, self._recollection)
+            if attempt.executable is not None:
+                return attempt
+            logger.warning("`%s`: %s. It is looked at again.", self._program.name, "; ".join(attempt.tried))
+            self._recollection, self._wasted = Recollection(), 1
+        if self._recollection.failure is None:
+            self._outlook = self._safely(lambda: ahead.outlook(self._program, self._policy), "open")
+        return self.repair(None) if self._outlook == "certain" else None
+
+    def speculate(self) -> _Speculation | None:
+        return _Speculation(lambda: self.repair(None)) if self._outlook == "likely" else None
+
+    def repair(self, diagnosis: Diagnosis | None) -> Attempt:
+        """Find a change. A fault of the guard's own must not hide the compiler's error."""
+        if self._recollection.failure is not None and self._policy.mode == "fix":
+            return Attempt(tried=(f"nothing: the plan file remembers that nothing helps: {self._recollection.failure}. "
+                                  "`jax-vmem-guard plan prune --failed FILE` lets the guard try again",))
+        try:
+            attempt = attempt_repair(self._program, self._policy, diagnosis, self._consensus, self._recollection)
+        except AgreementError:
+            raise
+        except Exception as fault:
+            logger.exception("jax_vmem_guard failed while it repaired `%s`; the compiler's own error follows",
+                             self._program.name)
+            return Attempt(tried=(f"the guard itself failed: {type(fault).__name__}: {fault}",))
+        return attempt.with_compiles(self._wasted)
+
+    def give_up(self, attempt: Attempt) -> None:
+        """Remember that nothing helped, and tell the other processes."""
+        self._consensus.decline(attempt.tried[-1] if attempt.tried else "it found no change that helps")
+        memory = self._memory
+        if memory is not None and attempt.stuck:
+            self._safely(lambda: memory.failed(attempt.stuck), None)
+
+    def finish(self, attempt: Attempt) -> Any:
+        repair, memory = attempt.repair, self._memory
+        assert repair is not None
+        journal.record(repair)
+        self._program.remember_repaired(self._policy, attempt.executable)
+        if memory is not None and not repair.remembered:
+            self._safely(lambda: memory.repaired(repair.changes, attempt.used_bytes), None)
+        return attempt.executable
+
+    def _recollect(self) -> Recollection:
+        return self._memory.recollect() if self._memory is not None else Recollection()
+
+    def _safely(self, question: Callable[[], Any], otherwise: Any) -> Any:
+        """An answer, or `otherwise` where the guard itself is at fault: then the compiler decides."""
+        try:
+            return question()
+        except Exception:
+            logger.exception("jax_vmem_guard failed while it looked at `%s`; the compiler decides", self._program.name)
+            return otherwise
 
 
 class _Speculation:
     """The repaired form of a program, compiled while the program itself is. It counts only if the program fails."""
 
-    def __init__(self, program: _jax.Program, policy: Policy | None):
+    def __init__(self, repair: Callable[[], Attempt]):
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jax_vmem_guard")
-        self._attempt = self._threads.submit(_repair_safely, program, policy, None)
+        self._attempt = self._threads.submit(repair)
 
     def result(self) -> Attempt:
         # The failing compile of the program itself counts too.
@@ -89,23 +158,6 @@ class _Speculation:
 
     def abandon(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _finish(program: _jax.Program, policy: Policy | None, attempt: Attempt) -> Any:
-    assert attempt.repair is not None
-    journal.record(attempt.repair)
-    program.remember_repaired(policy, attempt.executable)
-    return attempt.executable
-
-
-def _repair_safely(program: _jax.Program, policy: Policy | None, diagnosis: Diagnosis | None) -> Attempt:
-    """A fault of the guard's own must not hide the compiler's error."""
-    assert policy is not None
-    try:
-        return attempt_repair(program, policy, diagnosis)
-    except Exception as fault:
-        logger.exception("jax_vmem_guard failed while it repaired `%s`; the compiler's own error follows", program.name)
-        return Attempt(tried=(f"the guard itself failed: {type(fault).__name__}: {fault}",))
 
 
 def _note(program: _jax.Program, diagnosis: Diagnosis, attempt: Attempt) -> str:

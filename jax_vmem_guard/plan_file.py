@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import logging
@@ -242,6 +243,7 @@ def resolve_path(setting: str | os.PathLike[str] | None) -> Path | None:
     return None
 
 
+@functools.cache
 def installed_versions() -> tuple[str, str]:
     """The versions of jax and libtpu that are installed, "none" for one that is not."""
     return _version("jax"), _version("libtpu", "libtpu-nightly")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -80,14 +81,17 @@ class Memory:
     """The plan file, as far as one program is concerned. Nothing here raises, whatever happened to the file."""
 
     def __init__(self, plan_file: PlanFile | None, program: _jax.Program, policy: Policy, chip: Chip):
-        self._file, self._program, self._policy = plan_file, program, policy
-        self.environment = environment_of(program, chip)
+        self._file, self._program, self._policy, self._chip = plan_file, program, policy, chip
 
     @classmethod
     def of(cls, program: _jax.Program, policy: Policy, chip: Chip) -> Memory:
         """The memory that the policy names; a blank one that keeps nothing where it names none."""
         path = resolve_path(policy.plan_file)
         return cls(PlanFile.at(path) if path is not None else None, program, policy, chip)
+
+    @functools.cached_property
+    def environment(self) -> Environment:
+        return environment_of(self._program, self._chip)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -104,6 +108,9 @@ class Memory:
             return Recollection()
         fingerprints = tuple(dict.fromkeys(kernel.fingerprint for kernel in self._kernels))
         self._file.say_stale(self.environment, stale.intersection(fingerprints))
+        of_programs = (f in entry.programs for f, group in entries.items() for entry in group)
+        if not (any(f in entries for f in fingerprints) or any(of_programs)):
+            return Recollection()
         return recollect(entries, program=self.digest, kernels=fingerprints, policy=self._policy)
 
     def repaired(self, changes: Iterable[Change], used_bytes: Mapping[str, int]) -> None:
@@ -165,10 +172,18 @@ class Memory:
 def environment_of(program: _jax.Program, chip: Chip) -> Environment:
     """The environment a program is compiled in. A libtpu that is no installed package says itself what it is."""
     jax_version, libtpu = installed_versions()
-    if libtpu == "none" or "TPU_LIBRARY_PATH" in os.environ:
+    if libtpu == "none" or not _library_is_installed_one():
         build = re.search(r"cl/\d+", program.platform_version)
         libtpu = build.group() if build else program.platform_version.replace("\n", " ")
     return Environment(chip=chip.name, jax=jax_version, libtpu=libtpu)
+
+
+def _library_is_installed_one() -> bool:
+    """Whether the compiler is the installed package's and not one that `TPU_LIBRARY_PATH` names. JAX sets that itself."""
+    path = os.environ.get("TPU_LIBRARY_PATH")
+    package = importlib.util.find_spec("libtpu")
+    folders = package.submodule_search_locations if package is not None else None
+    return not path or any(os.path.realpath(path).startswith(os.path.realpath(folder)) for folder in folders or ())
 
 
 _BODY = re.compile(r'\\22body\\22: \\22[^\\"]*\\22')

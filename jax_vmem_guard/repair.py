@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_vmem_guard import _jax, planner
 from jax_vmem_guard.build import Builder
 from jax_vmem_guard.changes import Change
 from jax_vmem_guard.chips import Chip, MiB, chip_for_device_kind
+from jax_vmem_guard.consensus import Consensus
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
 from jax_vmem_guard.footprint import footprint
 from jax_vmem_guard.journal import Repair
@@ -18,6 +19,7 @@ from jax_vmem_guard.kernels import Kernel
 from jax_vmem_guard.planner import Decision, Need, Probe, Step, Stuck, Variant
 from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.probe import cannot_probe, prober
+from jax_vmem_guard.recall import Recollection
 from jax_vmem_guard.remedies import compile_limit, limit
 from jax_vmem_guard.suspects import named_by
 from jax_vmem_guard.used_vmem import InstructionVmem, used_scoped_vmem
@@ -25,11 +27,21 @@ from jax_vmem_guard.used_vmem import InstructionVmem, used_scoped_vmem
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What came of trying to repair a program: an executable and its repair, or neither and the reasons."""
+    """What came of trying to repair a program: an executable and its repair, or neither and the reasons.
+
+    Attributes:
+      executable: the compiled program, or None.
+      repair: what was changed, or None.
+      tried: what was tried in vain, in words.
+      used_bytes: fingerprint -> scoped VMEM a changed kernel used, where a plan file wants to know.
+      stuck: fingerprint -> why no remedy makes this kernel fit; only for kernels where that is sure.
+    """
 
     executable: Any = None
     repair: Repair | None = None
     tried: tuple[str, ...] = ()
+    used_bytes: Mapping[str, int] = field(default_factory=dict)
+    stuck: Mapping[str, str] = field(default_factory=dict)
 
     def with_compiles(self, more: int) -> Attempt:
         """The attempt, with further compiles of the program counted in."""
@@ -38,27 +50,45 @@ class Attempt:
         return replace(self, repair=replace(self.repair, compiles=self.repair.compiles + more))
 
 
-def attempt_repair(program: _jax.Program, policy: Policy, diagnosis: Diagnosis | None) -> Attempt:
+def attempt_repair(program: _jax.Program, policy: Policy, diagnosis: Diagnosis | None, consensus: Consensus,
+                   recollection: Recollection) -> Attempt:
     """Find the least change that makes a program compile.
 
     Args:
       program: the program; it is not compiled unchanged here.
       policy: what is allowed.
       diagnosis: how its unchanged compile failed; None where the guard acts before that compile.
+      consensus: settles each change with the other processes that run the program.
+      recollection: what is remembered of its kernels.
+
+    Raises:
+      AgreementError: the processes do not agree.
     """
     chip = chip_for_device_kind(program.device_kind)
     if chip is None:
         return Attempt(tried=(f"nothing: `{program.device_kind}` is not a chip this version knows",))
     if policy.mode == "report":
         return Attempt(tried=("nothing: mode `report` only explains; mode `fix` repairs",))
-    return _Session(program, policy, chip).run(diagnosis)
+    return _Session(program, policy, chip, consensus, recollection.hints).run(diagnosis)
+
+
+def attempt_recalled(program: _jax.Program, policy: Policy, chip: Chip, consensus: Consensus,
+                     recollection: Recollection) -> Attempt:
+    """Compile a program with the changes that made it compile before.
+
+    Raises:
+      AgreementError: the processes do not agree.
+    """
+    return _Session(program, policy, chip, consensus, {}).run_recalled(recollection)
 
 
 class _Session:
     """The state of one repair. Everything it decides follows from the program, the chip, the policy and the compiler."""
 
-    def __init__(self, program: _jax.Program, policy: Policy, chip: Chip):
+    def __init__(self, program: _jax.Program, policy: Policy, chip: Chip, consensus: Consensus,
+                 hints: Mapping[str, tuple[Change, ...]]):
         self.program, self.policy, self.chip = program, policy, chip
+        self.consensus, self.hints = consensus, dict(hints)
         self.builder = Builder(program, chip, policy)
         flag = planner.flag_bytes(program.compiler_options, os.environ.get("LIBTPU_INIT_ARGS", ""))
         self.kernels = {k.fingerprint: k for k in self.builder.kernels if k.core == "tc"}
@@ -71,6 +101,9 @@ class _Session:
         self.flag_bytes = flag if flag is not None else chip.default_limit_bytes
         self.compiles, self.probes = 0, 0
         self.tried: list[str] = []
+        self.stuck: dict[str, str] = {}
+        self.remembered = False  # something of the plan comes from a plan file
+        self.first_diagnosis: Diagnosis | None = None
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -78,12 +111,12 @@ class _Session:
         self.compiles = 0 if diagnosis is None else 1
         if diagnosis is not None and diagnosis.form == "pinned":
             return Attempt(tried=(f"nothing: the program itself pins these to VMEM: {self._pinned()}",))
-        possible = self._plan_kernels() if diagnosis is None or diagnosis.is_kernel is not False else True
-        if possible and not self.plan:
-            if diagnosis is None:
-                return Attempt(tried=("nothing: every kernel fits when it is compiled alone",))
-            possible = self._escalate(diagnosis)
+        self.first_diagnosis = diagnosis
+        possible = self._first_plan()
+        if possible and not self.plan and self.options_change is None:
+            return Attempt(tried=("nothing: every kernel fits when it is compiled alone",))
         while possible and self.compiles < self.policy.max_compiles:
+            self._settle()
             self.compiles += 1
             try:
                 executable = self._compile(self.plan, self.options_change)
@@ -93,11 +126,48 @@ class _Session:
                 return self._tighten(executable)
         if possible:
             self.tried.append(f"gave up after {self.compiles} compiles of the program (`Policy.max_compiles`)")
-        return Attempt(tried=tuple(self.tried))
+        return Attempt(tried=tuple(self.tried), stuck=self.stuck)
+
+    def run_recalled(self, recollection: Recollection) -> Attempt:
+        """Compile the program, for the first time, with what is remembered of it."""
+        self.plan = dict(recollection.certain)
+        self.options_change = recollection.compile_change
+        self.remembered = True
+        self._settle()
+        self.compiles = 1
+        try:
+            return self._success(self._compile(self.plan, self.options_change), remembered=True)
+        except Exception as error:
+            return Attempt(tried=(f"what the plan file remembers, {self._plan_in_words()}: {_first_line(error)}",))
+
+    def _first_plan(self) -> bool:
+        """The first plan after the unchanged program failed, or before it is compiled; False if there is none."""
+        diagnosis = self.first_diagnosis
+        possible = self._plan_kernels() if diagnosis is None or diagnosis.is_kernel is not False else True
+        if possible and not self.plan and diagnosis is not None:
+            return self._escalate(diagnosis)
+        return possible
+
+    def _settle(self) -> None:
+        """Take over what the processes of the program agree on."""
+        if self.consensus.alone:
+            return
+        mine = self._changes()
+        agreed = self.consensus.settle(mine, remembered=self.remembered)
+        if agreed == mine:
+            return
+        self.remembered = True  # only then the plan of the lowest process may be another one
+        self.plan = {f: tuple(c for c in agreed if c.fingerprint == f) for f in self.kernels}
+        self.plan = {f: changes for f, changes in self.plan.items() if changes}
+        self.options_change = next((c for c in agreed if c.remedy == compile_limit.NAME), None)
+        self.at_capacity = set()
 
     def _plan_kernels(self) -> bool:
         """Plan for every kernel that can be probed, and raise those that cannot but look too large."""
-        steps = self._decide({f: k for f, k in self.kernels.items() if cannot_probe(k) is None})
+        for fingerprint, changes in self.hints.items():
+            self.plan[fingerprint] = changes
+            self.remembered = True
+        steps = self._decide({f: k for f, k in self.kernels.items() if cannot_probe(k) is None and f not in self.hints})
         for fingerprint, step in steps.items():
             if isinstance(step, Stuck):
                 self._note_stuck(fingerprint, step)
@@ -106,7 +176,7 @@ class _Session:
         if any(isinstance(step, Stuck) and not self._unknown(f) for f, step in steps.items()):
             return False
         for fingerprint, kernel in self.kernels.items():
-            if self._unknown(fingerprint) and self._looks_too_large(kernel):
+            if fingerprint not in self.hints and self._unknown(fingerprint) and self._looks_too_large(kernel):
                 self._raise_to_capacity(fingerprint)
         return True
 
@@ -160,9 +230,17 @@ class _Session:
         """After a failure of the changed program: is there something else to try?"""
         diagnosis = diagnose(error)
         self.tried.append(f"{self._plan_in_words()}: {_first_line(error)}")
+        if self.remembered:
+            return self._forget()
         if diagnosis is None:
             return self._take_back(tuple(self.plan))
         return self._escalate(diagnosis)
+
+    def _forget(self) -> bool:
+        """What was remembered does not help here: plan as if nothing had been."""
+        self.hints, self.remembered = {}, False
+        self.plan, self.options_change, self.at_capacity = {}, None, set()
+        return self._first_plan()
 
     def _escalate(self, diagnosis: Diagnosis) -> bool:
         """Allow more where the failure is: a limit at capacity first, other variants after that."""
@@ -224,12 +302,15 @@ class _Session:
         plan = {f: changes for f, changes in plan.items() if changes}
         flag_change = compile_limit.tightened(self.options_change, used, self.chip) if self.options_change else None
         if (plan, flag_change) != (self.plan, self.options_change) and self.compiles < self.policy.max_compiles:
+            loose = self.plan, self.options_change
+            self.plan, self.options_change = plan, flag_change
+            self._settle()
             self.compiles += 1
             try:
-                executable = self._compile(plan, flag_change)
-                self.plan, self.options_change = plan, flag_change
+                executable = self._compile(self.plan, self.options_change)
             except Exception as error:
                 self.tried.append(f"limits at what was used: {_first_line(error)}")
+                self.plan, self.options_change = loose
         return self._success(executable)
 
     def _tightened(self, fingerprint: str, changes: tuple[Change, ...],
@@ -245,21 +326,38 @@ class _Session:
         return (*others, limit.raise_to(self.kernels[fingerprint], need_bytes=most, limit_bytes=self.limits[fingerprint],
                                         ceiling=planner.ceiling(others, self.chip)))
 
-    def _success(self, executable: Any) -> Attempt:
-        changes = tuple(change for f in self.kernels for change in self.plan.get(f, ()))
-        if self.options_change is not None:
-            changes += (self.options_change,)
+    def _success(self, executable: Any, *, remembered: bool = False) -> Attempt:
+        changes = self._changes()
         repair = Repair(program=self.program.name, chip=self.chip.name, compiles=self.compiles, probes=self.probes,
-                        changes=changes)
-        return Attempt(executable=executable, repair=repair, tried=tuple(self.tried))
+                        changes=changes, remembered=remembered)
+        # Only a plan file asks for what was used: the text of a large program takes long to print.
+        wanted = self.policy.plan_file is not None and not remembered
+        used = self._used_by({c.fingerprint for c in changes}, executable) if wanted else {}
+        return Attempt(executable=executable, repair=repair, tried=tuple(self.tried), used_bytes=used)
+
+    def _used_by(self, fingerprints: Iterable[str], executable: Any) -> dict[str, int]:
+        try:
+            rows = used_scoped_vmem(executable)
+        except ValueError:
+            return {}
+        found = {f: [row.used_bytes for row in rows if self.builder.is_label_of(row.label, f)] for f in fingerprints}
+        return {fingerprint: max(used) for fingerprint, used in found.items() if used}
+
+    def _changes(self) -> tuple[Change, ...]:
+        """All changes of the plan, in the order of the kernels."""
+        changes = tuple(change for f in self.kernels for change in self.plan.get(f, ()))
+        return changes if self.options_change is None else (*changes, self.options_change)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def _note_stuck(self, fingerprint: str, step: Stuck) -> None:
         kernel = self.kernels[fingerprint]
         need = "" if step.need_bytes is None else f"; the least need seen is {step.need_bytes / MiB:.2f} MiB"
-        self.tried.append(f"{step.reason}{need}; the limit is {self.limits[fingerprint] / MiB:.2f} MiB, the chip has "
-                          f"{self.chip.capacity_bytes / MiB:.2f} MiB" + (f" ({kernel.source})" if kernel.source else ""))
+        why = (f"{step.reason}{need}; the limit is {self.limits[fingerprint] / MiB:.2f} MiB, the chip has "
+               f"{self.chip.capacity_bytes / MiB:.2f} MiB")
+        self.tried.append(why + (f" ({kernel.source})" if kernel.source else ""))
+        if not self._unknown(fingerprint):
+            self.stuck[fingerprint] = why
 
     def _pinned(self) -> str:
         """Operands and results the program's author placed in VMEM, with the kernels that take them."""
@@ -271,10 +369,7 @@ class _Session:
         return ", ".join(found) or "operands of its kernels (`with_memory_space_constraint`)"
 
     def _plan_in_words(self) -> str:
-        changes = [change for changes in self.plan.values() for change in changes]
-        if self.options_change is not None:
-            changes.append(self.options_change)
-        return "; ".join(f"{c.kernel}: {c.after}" for c in changes) or "no change"
+        return "; ".join(f"{c.kernel}: {c.after}" for c in self._changes()) or "no change"
 
 
 def _without_need(variant: Variant) -> Variant:
