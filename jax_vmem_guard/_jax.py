@@ -645,3 +645,27 @@ def key_value_store() -> KeyValueStore | None:
     if client is None or state.num_processes <= 1:
         return None
     return KeyValueStore(client, int(state.process_id), int(state.num_processes))
+
+
+# --- What a caller hands to `inspect` ---------------------------------------------------------------------------------
+
+
+def stablehlo_of_lowered(lowered: Any) -> Any:
+    """The StableHLO module of a `jax.stages.Lowered`, which nobody may edit (`_lowering._hlo`, 0.8.1 to 0.12.0)."""
+    return _require(_require(lowered, "_lowering"), "_hlo")
+
+
+def device_kind_of(stage: Any) -> str | None:
+    """Device kind a `jax.stages.Lowered` or `Compiled` is for; None where it does not say.
+
+    A lowering knows its devices (`_lowering._device_list`, 0.8.1 to 0.12.0), a compiled program those of its arguments
+    and results.
+    """
+    devices = getattr(getattr(stage, "_lowering", None), "_device_list", None)
+    for device in devices or ():
+        return str(device.device_kind)
+    shardings = [getattr(stage, name, None) for name in ("input_shardings", "output_shardings")]
+    for sharding in jax.tree.leaves(shardings):
+        for device in getattr(sharding, "device_set", ()):
+            return str(device.device_kind)
+    return None

@@ -36,7 +36,7 @@ def _exceeding(kernels: tuple[Kernel, ...], chip: Chip, flag_bytes: int | None) 
         if kernel.core != "tc" or not kernel.readable:
             continue
         limit = planner.limit_in_force(kernel, chip=chip, flag_bytes=flag_bytes)
-        need = footprint(kernel, chip)
+        need = footprint(kernel, chip, limit)
         sure |= need.certain_bytes > limit
         expected |= need.expected_bytes > limit
     return sure, expected

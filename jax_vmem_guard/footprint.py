@@ -68,8 +68,14 @@ class Footprint:
     unknown: tuple[str, ...]
 
 
-def footprint(kernel: Kernel, chip: Chip) -> Footprint:
+def footprint(kernel: Kernel, chip: Chip, limit_bytes: int | None = None) -> Footprint:
     """The scoped VMEM a kernel needs on a chip.
+
+    Args:
+      kernel: the kernel.
+      chip: where it is to run.
+      limit_bytes: the limit in force, which decides what room XLA has to place operands in VMEM; where not given, the
+        kernel's own or else the chip's default. A flag that lowers the default must be told here.
 
     A kernel that could not be decoded, and one for the SparseCore (it has memory of its own), gives zeros and the
     reason in `unknown`.
@@ -87,12 +93,13 @@ def footprint(kernel: Kernel, chip: Chip) -> Footprint:
         for i, r in enumerate(kernel.scratch) if r.memory_space == "vmem"
     )
     allocas = max((_chain(c, chip) for c in kernel.alloca_chains), key=_total, default=())
+    limit = limit_bytes if limit_bytes is not None else kernel.limit_bytes or chip.default_limit_bytes
     known = _total(windows) + _total(scratch) + _total(allocas)
     return Footprint(
         window_bytes=_total(windows),
         scratch_bytes=_total(scratch),
         alloca_bytes=_total(allocas),
-        certain_bytes=certain_window_bytes(kernel, chip),
+        certain_bytes=certain_window_bytes(kernel, chip, limit),
         expected_bytes=known,
         at_most_bytes=known,
         items=tuple(sorted(windows + scratch + allocas, key=lambda item: -item.bytes)),
@@ -105,28 +112,30 @@ def block_bytes(window: Window, chip: Chip) -> int:
     return padded_bytes(window.block_shape, window.dtype, chip.generation) if window.buffers else 0
 
 
-def certain_window_bytes(kernel: Kernel, chip: Chip) -> int:
+def certain_window_bytes(kernel: Kernel, chip: Chip, limit_bytes: int) -> int:
     """The least the windows can take, whatever XLA places in VMEM by itself.
 
-    XLA may keep whole operands and results in VMEM; then their windows cost nothing. All it places has to fit in the
-    chip, so the windows of arrays that cannot be there stay. What it can take away at best is bounded by filling the
-    chip with those arrays that free most for their size, the last one in part. Inputs a producer may be fused into
-    are left out, and a module from before stable Mosaic version 9 counts with one buffer each.
+    XLA may keep whole operands and results in VMEM; then their windows cost nothing. It has the chip's capacity less
+    the kernel's limit for them (libtpu 0.0.52: on v5e at most 112 MiB beside the default limit, 68 beside one of 60;
+    on v6e 96 and 67). What it can take away at best is bounded by filling that room with the arrays that free most for
+    their size, the last one in part. Operands of the same size may be one array, which is then placed once. Inputs a
+    producer may be fused into are left out, and a module from before stable Mosaic version 9 counts with one buffer
+    for each window.
     """
     drops_to_one = kernel.ir_version is not None and kernel.ir_version < FIRST_VERSION_THAT_KEEPS_TWO_BUFFERS
-    total = 0
-    movable: list[tuple[int, int]] = []  # (bytes of the array, bytes of its windows)
     fusible = {i for i, allowed in enumerate(kernel.allow_input_fusion) if allowed}
+    room = max(0, chip.capacity_bytes - limit_bytes)
+    total = 0
+    movable: dict[int, int] = {}  # bytes of an array -> bytes of its windows
     for window in kernel.windows:
         if not window.buffers or _is_pinned(window, kernel) or (window.role == "input" and window.operand in fusible):
             continue
         cost = block_bytes(window, chip) * (1 if drops_to_one else window.buffers)
         array = _array_bytes(window)
         total += cost
-        if array <= chip.capacity_bytes:
-            movable.append((array, cost))
-    room = chip.capacity_bytes
-    for array, cost in sorted(movable, key=lambda pair: pair[0] / pair[1] if pair[1] else math.inf):
+        if array <= room:
+            movable[array] = movable.get(array, 0) + cost
+    for array, cost in sorted(movable.items(), key=lambda pair: pair[0] / pair[1] if pair[1] else math.inf):
         if array <= room:
             room -= array
             total -= cost

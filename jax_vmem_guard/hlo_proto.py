@@ -21,7 +21,11 @@ _RIEGELI_CHUNK_HEADER = 40
 _MODULE_NAME, _MODULE_COMPUTATIONS, _MODULE_CONFIG_TABLE = 1, 3, 22
 _COMPUTATION_INSTRUCTIONS, _COMPUTATION_ID = 2, 5
 _NAME, _OPCODE, _METADATA, _CALL_TARGET, _CALLED_IDS, _CONFIG, _FRONTEND, _CONFIG_REFERENCE = 1, 2, 7, 28, 38, 43, 68, 99
-_OP_NAME = 2
+_SHAPE, _OPERAND_SHAPES = 3, 57
+_OP_NAME, _SOURCE_FILE, _SOURCE_LINE, _STACK_FRAME = 2, 3, 4, 15  # OpMetadata
+_DIMENSIONS, _TUPLE_SHAPES = 3, 4  # ShapeProto
+_MODULE_STACK_FRAMES = 17
+_FILE_NAMES, _FILE_LOCATIONS, _FRAMES = 1, 3, 4  # StackFrameIndexProto; numbers in it count from 1
 _DEEPEST = 8  # messages around the module; five were seen
 
 
@@ -31,6 +35,7 @@ class ProtoInstruction:
 
     `inside` names the tpu_custom_call in a computation the instruction calls, if there is one. `frontend` is the text of
     the frontend attributes, the guard's label among them: its own, or those of the kernel inside.
+    `operands` and `results` are the shapes of a custom call.
     """
 
     name: str
@@ -39,6 +44,9 @@ class ProtoInstruction:
     op_name: str
     config: str
     inside: str | None
+    source: str | None
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
     frontend: str
 
 
@@ -70,18 +78,22 @@ def _instructions(module: dict[int, list[bytes | int]]) -> Iterator[ProtoInstruc
     kernels = {
         number: p for number, body in computations.items() for p in body if _text(p, _CALL_TARGET) == "tpu_custom_call"
     }
+    frames = _stack_frames(module)
     for body in computations.values():
         for fields in body:
             config = _config(fields, table)
             if config:
-                metadata = _parse(fields[_METADATA][0]) if _METADATA in fields else None
+                metadata = _parse(fields.get(_METADATA, [b""])[0]) or {}
                 inside = next((kernels[c] for c in _numbers(fields, _CALLED_IDS) if c in kernels), None)
                 yield ProtoInstruction(
                     name=_text(fields, _NAME),
                     opcode=_text(fields, _OPCODE),
                     target=_text(fields, _CALL_TARGET),
-                    op_name=_text(metadata, _OP_NAME) if metadata else "",
+                    op_name=_text(metadata, _OP_NAME),
                     config=config,
+                    source=_source(metadata, frames),
+                    operands=_shapes(fields.get(_OPERAND_SHAPES, [])),
+                    results=_result_shapes(fields),
                     inside=_text(inside, _NAME) if inside else None,
                     frontend=_text(inside or fields, _FRONTEND),
                 )
@@ -96,6 +108,36 @@ def _config(fields: dict[int, list[bytes | int]], table: list[bytes]) -> str:
         if isinstance(index, int) and index < len(table):
             return table[index].decode("utf-8", "replace")
     return ""
+
+
+def _source(metadata: dict[int, list[bytes | int]], frames: list[str]) -> str | None:
+    file = _text(metadata, _SOURCE_FILE)
+    if file:
+        return f"{file}:{_number(metadata, _SOURCE_LINE)}"
+    frame = _number(metadata, _STACK_FRAME)
+    return frames[frame - 1] if 0 < frame <= len(frames) else None
+
+
+def _stack_frames(module: dict[int, list[bytes | int]]) -> list[str]:
+    """ "file:line" of every stack frame of a module, in the order they are numbered."""
+    index = _parse(module.get(_MODULE_STACK_FRAMES, [b""])[0]) or {}
+    files = [v.decode("utf-8", "replace") for v in index.get(_FILE_NAMES, []) if isinstance(v, bytes)]
+    places = []
+    for encoded in index.get(_FILE_LOCATIONS, []):
+        place = _parse(encoded) or {}
+        file = _number(place, 1)
+        places.append(f"{files[file - 1] if 0 < file <= len(files) else ''}:{_number(place, 3)}")
+    numbers = [_number(_parse(encoded) or {}, 1) for encoded in index.get(_FRAMES, [])]
+    return [places[n - 1] if 0 < n <= len(places) else "" for n in numbers]
+
+
+def _shapes(encoded: list[bytes | int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(_numbers(_parse(shape) or {}, _DIMENSIONS)) for shape in encoded)
+
+
+def _result_shapes(fields: dict[int, list[bytes | int]]) -> tuple[tuple[int, ...], ...]:
+    result = _parse(fields.get(_SHAPE, [b""])[0]) or {}
+    return _shapes(result.get(_TUPLE_SHAPES) or fields.get(_SHAPE, []))
 
 
 def _modules(data: bytes, depth: int) -> Iterator[dict[int, list[bytes | int]]]:
@@ -219,6 +261,11 @@ def _text(fields: dict[int, list[bytes | int]], number: int) -> str:
         return value.decode()
     except UnicodeDecodeError:
         return ""
+
+
+def _number(fields: dict[int, list[bytes | int]], number: int) -> int:
+    value = fields.get(number, [0])[0]
+    return value if isinstance(value, int) else 0
 
 
 def _numbers(fields: dict[int, list[bytes | int]], number: int) -> list[int]:

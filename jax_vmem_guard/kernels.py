@@ -117,32 +117,60 @@ def read_kernels(module: Any) -> tuple[Kernel, ...]:
     return tuple(_read_call(op, ordinal, _frames_above(_function_of(op), callers)) for ordinal, op in enumerate(calls))
 
 
+def kernel_from_config(
+    config: dict[str, Any], *, ordinal: int, name: str, source: str | None, operands: tuple[tuple[int, ...], ...],
+    results: tuple[tuple[int, ...], ...],
+) -> Kernel:
+    """The kernel of a compiled program, from the backend config of its HLO instruction.
+
+    Types are not known there beyond shapes, so its fingerprint is not the one of the lowered program.
+    """
+    return _record(config, ordinal=ordinal, name=name, frames=(source,) if source else (), operands=operands,
+                   results=results, aliasing=(), types=(operands, results))
+
+
 def _read_call(op: Any, ordinal: int, outer_frames: tuple[str, ...]) -> Kernel:
     try:
         config = read_config(op)
     except (ValueError, TypeError):
         config = {}
+    return _record(
+        config,
+        ordinal=ordinal,
+        name=str(_jax.ir().StringAttr(op.attributes["kernel_name"]).value) if "kernel_name" in op.attributes else "",
+        frames=_frames(op.location) + outer_frames,
+        operands=tuple(_array_shape(v.type) for v in op.operands),
+        results=tuple(_array_shape(v.type) for v in op.results),
+        aliasing=tuple((result, operand) for operand, result in aliases(op).items()),
+        types=([str(v.type) for v in op.operands], [str(v.type) for v in op.results],
+               [str(op.attributes[a]) for a in ("operand_layouts", "result_layouts") if a in op.attributes]),
+    )
+
+
+def _record(
+    config: dict[str, Any], *, ordinal: int, name: str, frames: tuple[str, ...],
+    operands: tuple[tuple[int, ...], ...], results: tuple[tuple[int, ...], ...],
+    aliasing: tuple[tuple[int, int], ...], types: Any,
+) -> Kernel:
     call = config.get("custom_call_config")
     call = call if isinstance(call, dict) else {}
     try:
         code = decode_kernel(call.get("body", ""))
     except UnreadableKernel:
         code = None
-    frames = _frames(op.location) + outer_frames
-    aliasing = tuple((result, operand) for operand, result in aliases(op).items())
     in_colors = {int(c.get("operand_index", 0)): int(c["color"]) for c in call.get("input_memory_space_colors", ())}
     out_colors = {
         int((c.get("shape_index") or [0])[0]): int(c["color"]) for c in call.get("output_memory_space_colors", ())
     }
     return Kernel(
         ordinal=ordinal,
-        fingerprint=_fingerprint(op, config, call, code, aliasing),
-        name=_name(op, code),
+        fingerprint=_fingerprint(config, call, code, aliasing, types),
+        name=name or (code.name if code else TARGETS[0]),
         source=next((f for f in frames if not _is_jax_machinery(f)), None),
         called_from=next((f for f in frames if not _is_installed(f)), None),
         core="sc" if "SPARSECORE" in str(config.get("device_type", "")) or (code and code.core == "sc") else "tc",
         grid=code.grid if code else (),
-        windows=_windows(op, code) if code else (),
+        windows=_windows(code, operands, results) if code else (),
         scratch=code.scratch if code else (),
         alloca_chains=code.alloca_chains if code else (),
         limit_bytes=_limit(config),
@@ -159,10 +187,11 @@ def _read_call(op: Any, ordinal: int, outer_frames: tuple[str, ...]) -> Kernel:
     )
 
 
-def _windows(op: Any, code: MosaicKernel) -> tuple[Window, ...]:
+def _windows(
+    code: MosaicKernel, operands: tuple[tuple[int, ...], ...], results: tuple[tuple[int, ...], ...]
+) -> tuple[Window, ...]:
     first = sum(bound is None for bound in code.grid)  # the bounds of a dynamic grid are the first operands
-    n_operands = len(op.operands)
-    arrays = [_array_shape(v.type) for v in (*op.operands, *op.results)]
+    arrays = (*operands, *results)
     one_step = code.grid != () and all(bound == 1 for bound in code.grid)
     windows = [
         Window(operand=i, role="prefetch", array_shape=ref.shape, block_shape=ref.shape, dtype=ref.dtype,
@@ -174,7 +203,7 @@ def _windows(op: Any, code: MosaicKernel) -> tuple[Window, ...]:
         single = not spec.pipelined or not code.grid or one_step or spec.synchronous or constant
         windows.append(Window(
             operand=i,
-            role="input" if i < n_operands else "output",
+            role="input" if i < len(operands) else "output",
             array_shape=arrays[i] if i < len(arrays) else spec.ref.shape,
             block_shape=spec.ref.shape,
             dtype=spec.ref.dtype,
@@ -202,28 +231,16 @@ def _limit(config: dict[str, Any]) -> int | None:
     return None
 
 
-def _name(op: Any, code: MosaicKernel | None) -> str:
-    if "kernel_name" in op.attributes:
-        return str(_jax.ir().StringAttr(op.attributes["kernel_name"]).value)
-    return code.name if code else TARGETS[0]
-
-
 _NOT_IN_FINGERPRINT = ("body", "debug_locations", "cost_estimate")
 
 
 def _fingerprint(
-    op: Any,
-    config: dict[str, Any],
-    call: dict[str, Any],
-    code: MosaicKernel | None,
-    aliasing: tuple[tuple[int, int], ...],
+    config: dict[str, Any], call: dict[str, Any], code: MosaicKernel | None, aliasing: tuple[tuple[int, int], ...],
+    types: Any,
 ) -> str:
-    layouts = [str(op.attributes[a]) for a in ("operand_layouts", "result_layouts") if a in op.attributes]
     parts = {
         "code": code.digest if code else hashlib.sha256(str(call.get("body", config)).encode()).hexdigest(),
-        "operands": [str(v.type) for v in op.operands],
-        "results": [str(v.type) for v in op.results],
-        "layouts": layouts,
+        "types": types,
         "aliases": aliasing,
         "call": {k: v for k, v in call.items() if k not in _NOT_IN_FINGERPRINT},
         "config": {k: v for k, v in config.items() if k not in ("custom_call_config", "scoped_memory_configs")},

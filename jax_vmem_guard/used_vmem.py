@@ -13,6 +13,7 @@ from jax_vmem_guard.hlo_proto import instructions_in
 
 TARGET = "tpu_custom_call"
 _VMEM = "1"
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class InstructionVmem:
       limit_bytes: the limit written at the instruction; None where it follows the default.
       op_name: where it comes from in the traced program; "" if unknown.
       kernel: HLO name of the custom call, where the instruction is a fusion around it; else its own name for a kernel.
+      source: "file:line" it comes from; None where the program does not say.
+      operands, results: shapes of a custom call's operands and results; () where the program does not say.
       label: the guard's label of the kernel (`custom_call.label`), where it has one.
       config: its backend config.
     """
@@ -39,6 +42,9 @@ class InstructionVmem:
     op_name: str = ""
     kernel: str | None = None
     label: str | None = None
+    source: str | None = None
+    operands: tuple[tuple[int, ...], ...] = ()
+    results: tuple[tuple[int, ...], ...] = ()
     config: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
 
@@ -67,23 +73,29 @@ def used_scoped_vmem(compiled: Any) -> tuple[InstructionVmem, ...]:
 
 def read_hlo_text(text: str) -> tuple[InstructionVmem, ...]:
     """The same from the text of an optimised HLO module. Instructions may span lines."""
-    rows = [_row_of_text(segment) for segment in _segments(text)]
     kernels_of_computations = _kernels_of_computations(text)
+    frames = _stack_frames(text)
     result = []
-    for row, called in rows:
-        inside = next((kernels_of_computations[c] for c in called if c in kernels_of_computations), None)
-        keep = _row(row["name"], row["opcode"], row["target"], row["op_name"], row["config"],
-                    *(inside or (None, row["head"])))
-        if keep is not None:
-            result.append(keep)
+    for name, rest in _segments(text):
+        head, _, config = rest.partition(", backend_config=")
+        opcode = _OPCODE.search(" " + rest)
+        inside, labelled = next(
+            (kernels_of_computations[c] for c in _CALLS.findall(head) if c in kernels_of_computations), (None, head))
+        row = _row(
+            name=name, opcode=opcode.group(1) if opcode else "", target=_quoted(head, "custom_call_target"),
+            op_name=_quoted(head, "op_name"), config=_json(config), inside=inside,
+            source=_source(head, frames), arrays=_arrays(rest, head), labelled=labelled)
+        if row is not None:
+            result.append(row)
     return tuple(result)
 
 
 def _from_serialized(serialized: bytes) -> tuple[InstructionVmem, ...]:
     rows = []
     for found in instructions_in(serialized):
-        row = _row(found.name, found.opcode, found.target, found.op_name, _json(found.config), found.inside,
-                   found.frontend)
+        row = _row(name=found.name, opcode=found.opcode, target=found.target, op_name=found.op_name,
+                   config=_json(found.config), inside=found.inside, source=found.source,
+                   arrays=(found.operands, found.results), labelled=found.frontend)
         if row is not None:
             rows.append(row)
     if not rows:
@@ -91,19 +103,21 @@ def _from_serialized(serialized: bytes) -> tuple[InstructionVmem, ...]:
     return tuple(rows)
 
 
-def _row(name: str, opcode: str, target: str, op_name: str, config: dict[str, Any],
-         inside: str | None, labelled: str) -> InstructionVmem | None:
+def _row(*, name: str, opcode: str, target: str, op_name: str, config: dict[str, Any], inside: str | None,
+         source: str | None, arrays: tuple[Shapes, Shapes], labelled: str) -> InstructionVmem | None:
     """A record for an instruction that matters, None for one that does not. `labelled` is the text to find a label in."""
     used = _size(config, "used_scoped_memory_configs")
-    is_kernel = target == TARGET or (opcode == "fusion" and inside is not None)
     own_kernel = target == TARGET
+    is_kernel = own_kernel or (opcode == "fusion" and inside is not None)
     if not used and not (own_kernel and "used_scoped_memory_configs" in config):
         return None
     return InstructionVmem(
         name=name, opcode=opcode, is_kernel=is_kernel, used_bytes=used or 0,
         limit_bytes=_size(config, "scoped_memory_configs"), op_name=op_name,
-        kernel=name if own_kernel else inside if is_kernel else None,
-        label=next(iter(labels_in(labelled)), None) if is_kernel else None, config=config,
+        kernel=name if own_kernel else inside if is_kernel else None, source=source,
+        operands=arrays[0] if own_kernel else (), results=arrays[1] if own_kernel else (),
+        label=next(iter(labels_in(labelled)), None) if is_kernel else None,
+        config=config,
     )
 
 
@@ -128,21 +142,49 @@ def _segments(text: str) -> Iterator[tuple[str, str]]:
         yield match.group(1), text[match.end():following.start() if following else len(text)]
 
 
-def _row_of_text(segment: tuple[str, str]) -> tuple[dict[str, Any], list[str]]:
-    name, rest = segment
+def _quoted(text: str, attribute: str) -> str:
+    found = re.search(attribute + r'="((?:[^"\\]|\\.)*)"', text)
+    return found.group(1) if found else ""
+
+
+_SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+
+
+def _arrays(rest: str, head: str) -> tuple[Shapes, Shapes]:
+    """Shapes of the operands and results of a custom call."""
+    constraints = re.search(r"operand_layout_constraints=\{(.*?\})\}", head, re.DOTALL)
     opcode = _OPCODE.search(" " + rest)
-    head, _, config = rest.partition(", backend_config=")
-    target = re.search(r'custom_call_target="([^"]*)"', head)
-    op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', head)
-    row = {
-        "name": name,
-        "opcode": opcode.group(1) if opcode else "",
-        "target": target.group(1) if target else "",
-        "op_name": op_name.group(1) if op_name else "",
-        "config": _json(config),
-        "head": head,
+    if constraints is None or opcode is None:
+        return (), ()
+    return _shapes(constraints.group(1)), _shapes(rest[:opcode.start()])
+
+
+def _shapes(text: str) -> Shapes:
+    return tuple(tuple(int(d) for d in dimensions.split(",") if d) for dimensions in _SHAPE.findall(text))
+
+
+def _source(head: str, frames: dict[str, str]) -> str | None:
+    """ "file:line" of an instruction: written at it (jax 0.8.1), or by number of a stack frame (0.9.0 on)."""
+    file = _quoted(head, "source_file")
+    line = re.search(r"\bsource_line=(\d+)", head)
+    if file and line:
+        return f"{file}:{line.group(1)}"
+    frame = re.search(r"\bstack_frame_id=(\d+)", head)
+    return frames.get(frame.group(1)) if frame else None
+
+
+def _stack_frames(text: str) -> dict[str, str]:
+    """Number of a stack frame -> "file:line", from the tables at the head of a module."""
+    head = text[:text.find("\n%") if "\n%" in text else text.find("\nENTRY")]
+    files = dict(re.findall(r'^(\d+) "((?:[^"\\]|\\.)*)"$', head.partition("FunctionNames")[0], re.MULTILINE))
+    places = {
+        number: f"{files.get(file, '')}:{line}"
+        for number, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", head, re.MULTILINE)
     }
-    return row, _CALLS.findall(head)
+    return {
+        number: places[place]
+        for number, place in re.findall(r"^(\d+) \{file_location_id=(\d+)", head, re.MULTILINE) if place in places
+    }
 
 
 def _kernels_of_computations(text: str) -> dict[str, tuple[str, str]]:
