@@ -340,7 +340,7 @@ class _Session:
             rows = used_scoped_vmem(executable)
         except ValueError:
             return {}
-        found = {f: [row.used_bytes for row in rows if self.builder.is_label_of(row.label, f)] for f in fingerprints}
+        found = {f: [row.used_bytes for row in rows if self.builder.labelled(row.label) == f] for f in fingerprints}
         return {fingerprint: max(used) for fingerprint, used in found.items() if used}
 
     def _changes(self) -> tuple[Change, ...]:
