@@ -416,6 +416,16 @@ class LoweringCall:
         """Platforms the caller named (`jax.export`), or None for those of the devices."""
         return self.keywords.get("lowering_platforms")
 
+    def names_device_of(self, platform: str) -> bool:
+        """Whether a sharding of an argument or result is on a device of `platform`."""
+        shardings = (s for s in (*self.arguments[2], *self.arguments[3]) if isinstance(s, jax.sharding.Sharding))
+        return any(next(iter(s.device_set)).platform == platform for s in shardings
+                   if not isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh))
+
+    def named(self, name: str) -> LoweringCall:
+        """The call with another name of the function."""
+        return LoweringCall((self.arguments[0], name, *self.arguments[2:]), self.keywords)
+
     def map_placement(self, value: Callable[[Any], Any]) -> LoweringCall:
         """The call with `value` applied to every sharding and mesh; layouts given for other devices are left open."""
         api_name, fun_name, ins, outs, in_layouts, out_layouts, donated = self.arguments
@@ -669,3 +679,28 @@ def device_kind_of(stage: Any) -> str | None:
         for device in getattr(sharding, "device_set", ()):
             return str(device.device_kind)
     return None
+
+
+def with_module(computation: Any, module: Any) -> Any:
+    """A copy of a `MeshComputation` that compiles `module`; JAX's own object stays as it was (see `Program`)."""
+    changed = copy.copy(computation)
+    changed._hlo = module
+    changed._executable = None
+    return changed
+
+
+@functools.cache
+def _topology_state() -> Any:
+    from jax._src import config  # 0.8.1 to 0.12.0: a state that is part of the key of JAX's tracing caches
+
+    return _require(config, "optional_string_state")(
+        "jax_vmem_guard_traced_for", None, "TPU topology that jax_vmem_guard traces a program for.",
+        include_in_trace_context=True)
+
+
+def tracing_for(topology: str) -> Any:
+    """A context in which JAX's tracing caches are apart from those of every other topology and of the outside.
+
+    Needed because a kernel may ask the chip for its VMEM while it is traced, and JAX keeps traced functions.
+    """
+    return _topology_state()(topology)

@@ -6,8 +6,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-FITS, REPAIRED, FAILS, UNKNOWN = "fits", "repaired", "fails", "unknown"
-VERDICT_WORDS = {FITS: "fits", REPAIRED: "fits after repair", FAILS: "does not fit", UNKNOWN: "no verdict"}
+FITS, REPAIRED, FAILS = "fits", "repaired", "fails"
+ERROR, ABORTED, MEMORY, TIMEOUT, UNKNOWN = "error", "aborted", "memory", "timeout", "unknown"
+VERDICT_WORDS = {
+    FITS: "fits",
+    REPAIRED: "fits after repair",
+    FAILS: "does not fit",
+    ERROR: "does not compile",
+    ABORTED: "compiler aborted",
+    MEMORY: "compiler out of memory",
+    TIMEOUT: "out of time",
+    UNKNOWN: "no verdict",
+}
+"""Verdicts: the first two are good news; `FAILS` is about VMEM; the others are about something else."""
+
+GOOD = (FITS, REPAIRED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +45,7 @@ class Row:
       source: "file:line", or None.
       topology: topology it was compiled for, or the chip's name where nothing was compiled.
       chip: the chip's short name.
-      verdict: `FITS`, `REPAIRED`, `FAILS`, or `UNKNOWN` where nothing was compiled.
+      verdict: a key of `VERDICT_WORDS`.
       need_bytes: what it uses after all changes (compiled), or is expected to need.
       measured: `need_bytes` is what the compiler reported.
       limit_bytes: scoped VMEM limit in force, after all changes.
@@ -98,7 +111,7 @@ class Row:
 
 
 def exit_code(rows: Iterable[Row], *, max_share: float | None = None) -> int:
-    """0 where every kernel fits as it is or after repair, 1 where one does not, 2 where there is no verdict on one.
+    """0 where every kernel fits as it is or after repair, 1 where one does not, 2 where that could not be told of one.
 
     Args:
       rows: the rows.
@@ -107,7 +120,7 @@ def exit_code(rows: Iterable[Row], *, max_share: float | None = None) -> int:
     rows = tuple(rows)
     if any(row.verdict == FAILS or exceeds(row, max_share) for row in rows):
         return 1
-    return 2 if any(row.verdict == UNKNOWN for row in rows) else 0
+    return 2 if any(row.verdict not in GOOD for row in rows) else 0
 
 
 def exceeds(row: Row, max_share: float | None) -> bool:

@@ -134,12 +134,13 @@ class StandIn:
             return self.sharding(leaf)
         return leaf
 
-    def lowering(self, lower: Any, jaxpr: Any, *arguments: Any, **keywords: Any) -> Any:
+    def lowering(self, lower: Any, jaxpr: Any, call: _jax.LoweringCall) -> Any:
         """Lower a traced program for the topology.
 
         Args:
-          lower: JAX's function that lowers a traced program (`_jax.Seams` routes calls of it).
-          jaxpr, arguments, keywords: what it was called with for this machine's devices.
+          lower: JAX's function that lowers a traced program.
+          jaxpr: the traced program.
+          call: what it was called with for this machine's devices.
 
         Returns:
           The lowered program, whose `compile()` asks the compiler for the topology.
@@ -149,7 +150,6 @@ class StandIn:
         """
         before = self.translated
         program = for_tpu(jaxpr, self.value)
-        call = _jax.LoweringCall.of(arguments, keywords)
         call = call.map_placement(self.value)
         if self.translated == before:  # nothing in the program names a device: it would run on the default one
             call = call.place_open_arguments(SingleDeviceSharding(self.topology.devices[0]))

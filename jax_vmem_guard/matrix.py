@@ -1,0 +1,106 @@
+"""Rows as a table for people: plain text, or a rich table with bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax_vmem_guard.chips import MiB
+from jax_vmem_guard.rows import ERROR, FAILS, FITS, GOOD, REPAIRED, UNKNOWN, VERDICT_WORDS, Row, exceeds
+
+HEADINGS = ("kernel", "chip", "need", "limit", "capacity", "headroom", "verdict")
+_STYLES = {FITS: "green", REPAIRED: "yellow", FAILS: "bold red", ERROR: "red", UNKNOWN: "dim"}
+
+
+def cells(row: Row, *, max_share: float | None = None) -> tuple[str, ...]:
+    """One row in words, in the order of `HEADINGS`; sizes in MiB. `~` marks a need that nothing measured."""
+    need = "-" if row.need_bytes is None else ("" if row.measured else "~") + mib(row.need_bytes)
+    verdict = VERDICT_WORDS[row.verdict]
+    if row.verdict in GOOD and exceeds(row, max_share):
+        verdict = f"more than {max_share:.0%} of the chip"
+    return (row.kernel, row.topology, need, mib(row.limit_bytes), mib(row.capacity_bytes), mib(row.headroom_bytes),
+            verdict)
+
+
+def mib(size: int | None) -> str:
+    """Bytes as MiB with two digits; "-" for what is unknown."""
+    return "-" if size is None else f"{size / MiB:.2f}"
+
+
+def grouped(rows: Iterable[Row]) -> list[Row]:
+    """Rows so that the chips of one kernel stand together, kernels in order of appearance."""
+    groups: dict[tuple[str, str, str | None], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.program, row.kernel, row.source), []).append(row)
+    return [row for group in groups.values() for row in group]
+
+
+def plain_text(rows: Sequence[Row], *, max_share: float | None = None) -> str:
+    """The table as text; reasons and changes stand below it."""
+    if not rows:
+        return ""
+    table = [HEADINGS, *(cells(row, max_share=max_share) for row in grouped(rows))]
+    widths = [max(len(line[column]) for line in table) for column in range(len(HEADINGS))]
+    numbers = range(2, 6)
+    lines = ["  ".join(cell.rjust(width) if column in numbers else cell.ljust(width)
+                       for column, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+             for line in table]
+    return "\n".join([*lines, *remarks(rows)])
+
+
+def remarks(rows: Iterable[Row]) -> list[str]:
+    """What was changed and what went wrong, row by row; the same words for several rows are said once."""
+    said: dict[str, list[str]] = {}
+    for row in grouped(rows):
+        words = "\n".join([*(f"  {change}" for change in row.changes),
+                           *([f"  to keep: {row.edit}"] if row.edit else []),
+                           *(f"  {line}" for line in (row.reason or "").splitlines() if line.strip())])
+        if words:
+            said.setdefault(words, []).append(f"{row.kernel} on {row.topology}")
+    return [f"\n{', '.join(dict.fromkeys(who))}:\n{words}" for words, who in said.items()]
+
+
+def rich_table(rows: Sequence[Row], *, title: str, max_share: float | None = None, bar_width: int = 24) -> Any:
+    """The table with a bar per row, for `rich.console.Console.print`."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in HEADINGS[2:6] else "left",
+                         overflow="fold" if heading == "kernel" else "ellipsis")
+    table.add_column("of the chip")
+    previous = None
+    for row in grouped(rows):
+        kernel, *rest, verdict = cells(row, max_share=max_share)
+        key = (row.program, row.kernel, row.source)
+        if previous not in (None, key):
+            table.add_section()
+        name = Text("") if key == previous else Text(kernel)
+        if key != previous and row.source:
+            name.append(f"\n{row.source}", style="dim")
+        style = "bold red" if exceeds(row, max_share) else _STYLES.get(row.verdict, "red")
+        table.add_row(name, *rest, Text(verdict, style=style), bar(row, bar_width))
+        previous = key
+    return table
+
+
+def bar(row: Row, width: int) -> Any:
+    """`width` characters: windows, scratch, the rest; `|` where the limit is; red where the need leaves the chip."""
+    from rich.text import Text
+
+    if not row.capacity_bytes or row.need_bytes is None:
+        return Text("")
+    scale = width / max(row.capacity_bytes, row.need_bytes)
+    text = Text()
+    ends = [row.windows_bytes, row.windows_bytes + row.scratch_bytes, row.need_bytes]
+    limit = None if row.limit_bytes is None else min(width - 1, int(row.limit_bytes * scale))
+    for column in range(width):
+        if column == limit:
+            text.append("|", style="bold")
+        elif column < ends[2] * scale:
+            colour = "blue" if column < ends[0] * scale else "dark_orange" if column < ends[1] * scale else "magenta"
+            text.append("█", style="red" if column >= row.capacity_bytes * scale else colour)
+        else:
+            text.append("·", style="dim")
+    return text
