@@ -704,3 +704,35 @@ def tracing_for(topology: str) -> Any:
     Needed because a kernel may ask the chip for its VMEM while it is traced, and JAX keeps traced functions.
     """
     return _topology_state()(topology)
+
+
+def computation_of(lowered: Any) -> Any:
+    """The `MeshComputation` behind a `jax.stages.Lowered` (attribute `_lowering`, 0.8.1 to 0.12.0)."""
+    return _require(lowered, "_lowering")
+
+
+def signature(module: Any) -> tuple[list[tuple[tuple[int, ...], Any]], list[tuple[tuple[int, ...], Any]], int]:
+    """Arguments and results of a StableHLO module's `main` as (shape, dtype), and how many devices it is for."""
+    main = next((op for op in module.body.operations if str(getattr(op, "sym_name", "")).strip('"') == "main"), None)
+    if main is None:
+        raise ValueError("the StableHLO module has no function `main`")
+    partitions = module.operation.attributes["mhlo.num_partitions"].value \
+        if "mhlo.num_partitions" in module.operation.attributes else 1
+    inputs, results = ([_shape_and_dtype(type_) for type_ in types] for types in (main.type.inputs, main.type.results))
+    return inputs, results, int(partitions)
+
+
+def _shape_and_dtype(type_: Any) -> tuple[tuple[int, ...], Any]:
+    ranked = ir().RankedTensorType(type_)
+    return tuple(ranked.shape), _dtype_of_mlir(str(ranked.element_type))
+
+
+def _dtype_of_mlir(name: str) -> Any:
+    """The numpy dtype of an MLIR element type: "bf16", "i1", "ui8", "f8E4M3FN", "complex<f32>"."""
+    special = {"i1": "bool", "bf16": "bfloat16", "complex<f32>": "complex64", "complex<f64>": "complex128"}
+    if name not in special:
+        for prefix, words in (("ui", "uint"), ("i", "int"), ("f8", "float8_"), ("f4", "float4_"), ("f", "float")):
+            if name.startswith(prefix):
+                special[name] = words + name.removeprefix(prefix).lower()
+                break
+    return jax.numpy.dtype(special[name])

@@ -20,6 +20,8 @@ from jax_vmem_guard.stand_in import StandIn, Topology, topology_named
 
 _jax.exclude_from_tracebacks(__file__)
 
+_NAMELESS = "checked_program"
+
 # What a chip answers while a program is traced is one for the process: one check at a time.
 _one_at_a_time = threading.RLock()
 
@@ -98,14 +100,16 @@ def judge_function(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """`check`, as a judgement; `program` is the name in the rows, that of the function if None."""
     stand_in = StandIn(topology)
     name = program or str(getattr(fun, "__name__", type(fun).__name__))
+    wanted = str(getattr(fun, "__name__", _NAMELESS))
     caller = threading.get_ident()
     lowered: list[Any] = []
     problems: list[BaseException] = []
 
     def on_lower(lower: Any, jaxpr: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        if threading.get_ident() != caller or not has_kernels(jaxpr):
-            return NotImplemented
         call = _jax.LoweringCall.of(arguments, keywords)
+        # Tracing may also run small eager computations of its own, which are for this machine.
+        if threading.get_ident() != caller or not (call.name == wanted or has_kernels(jaxpr)):
+            return NotImplemented
         try:
             computation = stand_in.lowering(lower, jaxpr, call.named(hook.GuardedName(call.name, policy)))
         except Exception as error:
@@ -121,7 +125,7 @@ def judge_function(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             with _jax.answering_for_chip(topology.devices[0]), _jax.tracing_for(topology.name):
                 _lower(fun, stand_in.concrete(args), stand_in.concrete(kwargs))
                 if not lowered:
-                    return Judgement(program=name, rows=())
+                    raise TypeError(f"`{name}` was not lowered by `jax.jit`; give `check` a function of arrays")
                 return judge(lowered[-1], topology, program=name)
         except Exception as error:
             if error in problems:
@@ -132,7 +136,8 @@ def judge_function(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _lower(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if hasattr(fun, "lower"):
+    # Equinox's `filter_jit` takes an abstract array for a static value (0.13); called while tracing, it sees arrays.
+    if hasattr(fun, "lower") and not type(fun).__module__.startswith("equinox"):
         fun.lower(*args, **kwargs)
         return
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -144,5 +149,5 @@ def _lower(fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inner_args, inner_kwargs = jax.tree.unflatten(tree, full)
         return fun(*inner_args, **inner_kwargs)
 
-    call.__name__ = str(getattr(fun, "__name__", "call"))
+    call.__name__ = str(getattr(fun, "__name__", _NAMELESS))
     jax.jit(call).lower([leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array])

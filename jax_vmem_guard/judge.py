@@ -54,7 +54,7 @@ def judge(computation: Any, topology: Topology, *, program: str) -> Judgement:
     module = computation.stablehlo()
     kernels = read_kernels(module)
     labelled = _jax.with_module(computation, custom_call.label(module))
-    before = len(repairs())
+    before = len(repairs())  # a repair is recorded before `compile()` returns
     try:
         executable = labelled.compile()
     except Exception as error:
@@ -72,8 +72,9 @@ def did_not_lower(error: BaseException, topology: Topology, *, program: str) -> 
 
 def _compiled(kernels: tuple[Kernel, ...], topology: Topology, program: str, executable: Any,
               repair: Repair | None) -> tuple[Row, ...]:
+    instructions = used_scoped_vmem(executable)
     used: dict[int, InstructionVmem] = {}
-    for instruction in used_scoped_vmem(executable):
+    for instruction in instructions:
         ordinal = labelled_ordinal(instruction.label)
         # The same kernel can be compiled into several instructions: the largest decides.
         if ordinal is not None and (ordinal not in used or instruction.used_bytes > used[ordinal].used_bytes):
@@ -89,7 +90,7 @@ def _compiled(kernels: tuple[Kernel, ...], topology: Topology, program: str, exe
                          need=None if found is None else found.used_bytes, measured=found is not None, changes=made,
                          reason=None if found is not None else _unseen(kernel)))
     rows += [_change_row(change, topology, program) for change in options]
-    return tuple(rows)
+    return tuple(rows) or (_without_kernels(instructions, topology, program),)
 
 
 def _failed(kernels: tuple[Kernel, ...], topology: Topology, program: str, error: BaseException) -> tuple[Row, ...]:
@@ -126,7 +127,7 @@ def _row(kernel: Kernel, topology: Topology, program: str, *, verdict: str, need
         program=program, kernel=kernel.name, source=kernel.called_from or kernel.source, topology=topology.name,
         chip=topology.chip.name, verdict=verdict, need_bytes=need, measured=measured, limit_bytes=limit,
         capacity_bytes=topology.chip.capacity_bytes, windows_bytes=windows, scratch_bytes=scratch, body_bytes=body,
-        spills_bytes=spills, reason=reason, changes=tuple(f"{c.remedy}: {c.before} -> {c.after}" for c in changes),
+        spills_bytes=spills, reason=reason, changes=tuple(f"{c.before} -> {c.after}" for c in changes),
         edit="\n".join(dict.fromkeys(c.edit for c in changes if c.edit)) or None,
         items=tuple(_item(item) for item in parts.items))
 
@@ -177,7 +178,16 @@ def _change_row(change: Change, topology: Topology, program: str) -> Row:
     return Row(program=program, kernel=change.kernel, source=change.source, topology=topology.name,
                chip=topology.chip.name, verdict=REPAIRED, need_bytes=change.need_bytes, measured=True,
                capacity_bytes=topology.chip.capacity_bytes, edit=change.edit,
-               changes=(f"{change.remedy}: {change.before} -> {change.after}",))
+               changes=(f"{change.before} -> {change.after}",))
+
+
+def _without_kernels(instructions: tuple[InstructionVmem, ...], topology: Topology, program: str) -> Row:
+    """A program that holds no kernel: the instruction that uses most."""
+    most = max(instructions, key=lambda row: row.used_bytes, default=None)
+    return Row(program=program, kernel="(no TPU kernel)", topology=topology.name, chip=topology.chip.name, verdict=FITS,
+               need_bytes=0 if most is None else most.used_bytes, measured=True,
+               limit_bytes=None if most is None else most.limit_bytes, capacity_bytes=topology.chip.capacity_bytes,
+               reason=None if most is None else f"largest instruction: {most.name}")
 
 
 def _program_row(error: BaseException, topology: Topology, program: str) -> Row:

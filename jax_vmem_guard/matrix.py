@@ -17,7 +17,7 @@ def cells(row: Row, *, max_share: float | None = None) -> tuple[str, ...]:
     need = "-" if row.need_bytes is None else ("" if row.measured else "~") + mib(row.need_bytes)
     verdict = VERDICT_WORDS[row.verdict]
     if row.verdict in GOOD and exceeds(row, max_share):
-        verdict = f"more than {max_share:.0%} of the chip"
+        verdict = "too little left"
     return (row.kernel, row.topology, need, mib(row.limit_bytes), mib(row.capacity_bytes), mib(row.headroom_bytes),
             verdict)
 
@@ -45,14 +45,16 @@ def plain_text(rows: Sequence[Row], *, max_share: float | None = None) -> str:
     lines = ["  ".join(cell.rjust(width) if column in numbers else cell.ljust(width)
                        for column, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
              for line in table]
-    return "\n".join([*lines, *remarks(rows)])
+    return "\n".join([*lines, *remarks(rows, max_share=max_share)])
 
 
-def remarks(rows: Iterable[Row]) -> list[str]:
+def remarks(rows: Iterable[Row], *, max_share: float | None = None) -> list[str]:
     """What was changed and what went wrong, row by row; the same words for several rows are said once."""
     said: dict[str, list[str]] = {}
     for row in grouped(rows):
-        words = "\n".join([*(f"  {change}" for change in row.changes),
+        share = [f"  needs {row.share:.0%} of the chip's VMEM, {max_share:.0%} are allowed"] \
+            if exceeds(row, max_share) else []
+        words = "\n".join([*share, *(f"  {change}" for change in row.changes),
                            *([f"  to keep: {row.edit}"] if row.edit else []),
                            *(f"  {line}" for line in (row.reason or "").splitlines() if line.strip())])
         if words:

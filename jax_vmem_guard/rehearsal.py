@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,12 +32,16 @@ class Rehearsal:
       topology: what the programs are compiled for.
       judgements: in the order in which the script lowered the programs.
       zeroed: names of programs whose kernels could not be interpreted on this machine; they gave zeros.
+      on_begin: called with a program's name before it is compiled for the topology.
+      on_judged: called with each judgement.
     """
 
     def __init__(self, topology: Topology, policy: Policy, outputs: str):
         self.topology = topology
         self.judgements: list[Judgement] = []
         self.zeroed: list[str] = []
+        self.on_begin: Callable[[str], None] = lambda program: None
+        self.on_judged: Callable[[Judgement], None] = lambda judgement: None
         self._policy, self._outputs = policy, outputs
         self._stand_in = StandIn(topology)
         self._seen: set[str] = set()
@@ -81,12 +85,14 @@ class Rehearsal:
             self._add(did_not_lower(error, self.topology, program=call.name), digest=f"{call.name}: {error}")
             return
         if digest not in self._seen:
+            self.on_begin(call.name)
             self._add(judge(computation, self.topology, program=call.name), digest)
 
     def _add(self, judgement: Judgement, digest: str) -> None:
         if digest not in self._seen:
             self._seen.add(digest)
             self.judgements.append(judgement)
+            self.on_judged(judgement)
 
     def _lower_for_here(self, lower: Any, jaxpr: Any, call: _jax.LoweringCall) -> Any:
         if self._outputs == "zeros":
