@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from jax_vmem_guard._version import __version__
 from jax_vmem_guard.changes import Change
+from jax_vmem_guard.check import Checked, check
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
 from jax_vmem_guard.hook import install, uninstall
 from jax_vmem_guard.jit import jit
@@ -19,17 +20,23 @@ from jax_vmem_guard.journal import Repair, repairs
 from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.report import Report, inspect
 
+
+from jax_vmem_guard.rehearsal import rehearse
+
 __all__ = [
     "Change",
+    "Checked",
     "Diagnosis",
     "Policy",
     "Repair",
     "Report",
     "__version__",
+    "check",
     "diagnose",
     "inspect",
     "install",
     "jit",
+    "rehearse",
     "repairs",
     "uninstall",
 ]

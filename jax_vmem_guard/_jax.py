@@ -416,6 +416,15 @@ class LoweringCall:
         """Platforms the caller named (`jax.export`), or None for those of the devices."""
         return self.keywords.get("lowering_platforms")
 
+    @property
+    def compiler_options(self) -> Any:
+        """Options given to `jax.jit`."""
+        return self.keywords.get("compiler_options_kvs")
+
+    def without_compiler_options(self) -> LoweringCall:
+        """The call without the options given to `jax.jit`."""
+        return LoweringCall(self.arguments, {**self.keywords, "compiler_options_kvs": ()})
+
     def names_device_of(self, platform: str) -> bool:
         """Whether a sharding of an argument or result is on a device of `platform`."""
         shardings = (s for s in (*self.arguments[2], *self.arguments[3]) if isinstance(s, jax.sharding.Sharding))
@@ -687,6 +696,23 @@ def with_module(computation: Any, module: Any) -> Any:
     changed._hlo = module
     changed._executable = None
     return changed
+
+
+def compile_by(computation: Any, compile_: Callable[..., Any]) -> None:
+    """Let `compile_(compile_here, compiler_options)` take the place of this one computation's `compile`.
+
+    `compile_here()` compiles it without options. JAX calls the method through the object (0.8.1 to 0.12.0), so an
+    attribute of the object is enough; the class stays as it is.
+    """
+    original = type(computation).compile
+
+    def compile_instead(compiler_options: Any = None, *, device_assignment: Any = None) -> Any:
+        def compile_here() -> Any:
+            return original(computation, None, device_assignment=device_assignment)
+
+        return compile_(compile_here, compiler_options)
+
+    computation.compile = compile_instead
 
 
 @functools.cache

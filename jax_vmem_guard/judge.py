@@ -41,7 +41,8 @@ class Judgement:
     repair: Repair | None = None
 
 
-def judge(computation: Any, topology: Topology, *, program: str) -> Judgement:
+def judge(computation: Any, topology: Topology, *, program: str,
+          compiler_options: dict[str, Any] | None = None) -> Judgement:
     """Compile a program that was lowered for a topology.
 
     Kernels are labelled first, so that both the compiler's errors and its report of used VMEM name them for certain.
@@ -50,13 +51,14 @@ def judge(computation: Any, topology: Topology, *, program: str) -> Judgement:
       computation: the lowered program (`pxla.MeshComputation`); it is not touched.
       topology: what it was lowered for.
       program: its name in the rows.
+      compiler_options: as for `jax.stages.Lowered.compile`.
     """
     module = computation.stablehlo()
     kernels = read_kernels(module)
     labelled = _jax.with_module(computation, custom_call.label(module))
     before = len(repairs())  # a repair is recorded before `compile()` returns
     try:
-        executable = labelled.compile()
+        executable = labelled.compile(compiler_options)
     except Exception as error:
         return Judgement(program=program, error=error, rows=_failed(kernels, topology, program, error))
     name = str(getattr(computation, "_name", program))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
@@ -44,7 +45,8 @@ class Rehearsal:
         self.on_judged: Callable[[Judgement], None] = lambda judgement: None
         self._policy, self._outputs = policy, outputs
         self._stand_in = StandIn(topology)
-        self._seen: set[str] = set()
+        self._seen: set[bytes] = set()
+        self._open = True
         self._lock = threading.RLock()
 
     @property
@@ -68,33 +70,50 @@ class Rehearsal:
         return f"{summary(self.rows)}\n{plain_text(self.rows)}"
 
     def _on_lower(self, lower: Any, jaxpr: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Stands before JAX's lowering: compiles the program for the topology, then lowers one that runs here."""
+        """Stands before JAX's lowering: gives a program that runs here, and whose compilation asks the topology's
+        compiler first."""
         call = _jax.LoweringCall.of(arguments, keywords)
         if call.platforms is not None or not has_kernels(jaxpr) or call.names_device_of("tpu"):
             return NotImplemented
-        with self._lock:
-            self._judge(lower, jaxpr, call)
-        return self._lower_for_here(lower, jaxpr, call)
+        computation = self._lower_for_here(lower, jaxpr, call)
+        _jax.compile_by(computation, functools.partial(self._on_compile, lower, jaxpr, call))
+        return computation
 
-    def _judge(self, lower: Any, jaxpr: Any, call: _jax.LoweringCall) -> None:
+    def _on_compile(self, lower: Any, jaxpr: Any, call: _jax.LoweringCall, compile_here: Any,
+                    compiler_options: dict[str, Any] | None) -> Any:
+        with self._lock:
+            if self._open:
+                self._judge(lower, jaxpr, call, compiler_options)
+        return compile_here()
+
+    def _judge(self, lower: Any, jaxpr: Any, call: _jax.LoweringCall, compiler_options: dict[str, Any] | None) -> None:
         marked = call.named(hook.GuardedName(call.name, self._policy))
         try:
             computation = self._stand_in.lowering(lower, jaxpr, marked)
-            digest = hashlib.sha256(str(computation.stablehlo()).encode()).hexdigest()
         except Exception as error:
-            self._add(did_not_lower(error, self.topology, program=call.name), digest=f"{call.name}: {error}")
+            if self._is_new(f"{call.name}: {error}"):
+                self._add(did_not_lower(error, self.topology, program=call.name))
             return
-        if digest not in self._seen:
+        if self._is_new(f"{computation.stablehlo()} {compiler_options} {call.compiler_options}"):
             self.on_begin(call.name)
-            self._add(judge(computation, self.topology, program=call.name), digest)
+            self._add(judge(computation, self.topology, program=call.name, compiler_options=compiler_options))
 
-    def _add(self, judgement: Judgement, digest: str) -> None:
-        if digest not in self._seen:
-            self._seen.add(digest)
-            self.judgements.append(judgement)
-            self.on_judged(judgement)
+    def _is_new(self, program: str) -> bool:
+        digest = hashlib.sha256(program.encode()).digest()
+        is_new = digest not in self._seen
+        self._seen.add(digest)
+        return is_new
+
+    def _add(self, judgement: Judgement) -> None:
+        self.judgements.append(judgement)
+        self.on_judged(judgement)
+
+    def close(self) -> None:
+        """Judge nothing more: programs lowered here and compiled later only run here."""
+        self._open = False
 
     def _lower_for_here(self, lower: Any, jaxpr: Any, call: _jax.LoweringCall) -> Any:
+        call = call.without_compiler_options()  # they are a TPU's; a CPU refuses what it does not know
         if self._outputs == "zeros":
             return lower(zeroed(jaxpr), *call.arguments, **call.keywords)
         try:
@@ -146,6 +165,7 @@ def rehearse(topology: str = "v5e:2x2", *, policy: Policy | None = None, outputs
             with _jax.answering_for_chip(found.devices[0]):
                 yield rehearsal
         finally:
+            rehearsal.close()
             hook.remove_detour(rehearsal._on_lower, uninstall_too=not was_active)
             jax.clear_caches()
     finally:

@@ -39,13 +39,13 @@ def test_the_same_kernel_has_its_verdict_on_each_chip(chip, verdict):
 
 def test_what_does_not_fit_says_why_and_keeps_the_compilers_error():
     """The verdict has the guard's reason; the exception is the compiler's own."""
-    result = checked(targets.huge, topology="v5e", policy=Policy(remedies=("limit",)))
+    result = checked(targets.large, topology="v4", policy=Policy(remedies=("limit",)))
     (row,) = result.rows
     assert row.verdict == FAILS
     assert not result.fits
     assert isinstance(result.error, jax.errors.JaxRuntimeError)
     assert row.need_bytes > row.capacity_bytes
-    assert "128.00 MiB" in row.reason
+    assert "16.00 MiB" in row.reason
     assert result.exit_code() == 1
 
 

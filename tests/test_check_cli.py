@@ -67,13 +67,13 @@ def test_names_of_a_dict_are_the_programs(capsys):
 def test_a_bad_program_takes_only_its_own_verdict():
     """One aborts the compiler, one never ends, one eats the memory; the programs between them are judged all the same."""
     request = check_run.Request(target=f"{TARGETS}:mixed_fates", topologies=("v5e",), policy=Policy(remedies=("limit",)),
-                                bounds=bounded.Bounds(seconds=10, memory_bytes=2 << 30))
+                                bounds=bounded.Bounds(seconds=15, memory_bytes=3 << 29))
     rows = check_run.run(request)
     assert [row.verdict for row in rows] == [FITS, ABORTED, REPAIRED, TIMEOUT, MEMORY, FITS]
     aborted, late, hungry = rows[1], rows[3], rows[4]
     assert "SIGABRT" in aborted.reason
-    assert "not done after 10 s" in late.reason
-    assert "2.0 GiB are allowed" in hungry.reason
+    assert "not done after 15 s" in late.reason
+    assert "1.5 GiB are allowed" in hungry.reason
 
 
 def test_a_targets_own_error_is_a_verdict(capsys):
@@ -177,7 +177,8 @@ def test_a_child_is_killed_with_what_it_started(tmp_path):
     events = []
     path, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), str(tmp_path)
     try:
-        ended = bounded.run("endless_child", {}, events.append, bounded.Bounds(seconds=1, memory_bytes=None, start_seconds=60))
+        ended = bounded.run("endless_child", {}, events.append,
+                            bounded.Bounds(seconds=1, memory_bytes=None, start_seconds=60))
     finally:
         os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
     assert ended.how == "timeout"
