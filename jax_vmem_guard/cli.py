@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from jax_vmem_guard import __version__, demo, run_script
+from jax_vmem_guard import __version__, check_cli, demo, rehearse_cli, run_script
 from jax_vmem_guard.policy import MODES
 
 
@@ -44,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
 
     demo.add_parser(commands)
+    check_cli.add_parser(commands)
+    rehearse_cli.add_parser(commands)
     return parser
 
 
