@@ -18,8 +18,6 @@ from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.rows import Row, exit_code, summary
 from jax_vmem_guard.stand_in import StandIn, Topology, topology_named
 
-_jax.exclude_from_tracebacks(__file__)
-
 _NAMELESS = "checked_program"
 
 # What a chip answers while a program is traced is one for the process: one check at a time.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_vmem_guard import _jax, custom_call
-from jax_vmem_guard.build import labelled_ordinal
 from jax_vmem_guard.changes import Change
 from jax_vmem_guard.chips import Chip, MiB
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
@@ -18,7 +17,6 @@ from jax_vmem_guard.kernels import Kernel, read_kernels
 from jax_vmem_guard.planner import flag_bytes, limit_in_force
 from jax_vmem_guard.rows import ERROR, FAILS, FITS, REPAIRED, UNKNOWN, Item, Row
 from jax_vmem_guard.stand_in import Topology
-from jax_vmem_guard.suspects import named_by
 from jax_vmem_guard.used_vmem import InstructionVmem, used_scoped_vmem
 
 
@@ -77,7 +75,7 @@ def _compiled(kernels: tuple[Kernel, ...], topology: Topology, program: str, exe
     instructions = used_scoped_vmem(executable)
     used: dict[int, InstructionVmem] = {}
     for instruction in instructions:
-        ordinal = labelled_ordinal(instruction.label)
+        ordinal = _ordinal(instruction.label)
         # The same kernel can be compiled into several instructions: the largest decides.
         if ordinal is not None and (ordinal not in used or instruction.used_bytes > used[ordinal].used_bytes):
             used[ordinal] = instruction
@@ -99,9 +97,7 @@ def _failed(kernels: tuple[Kernel, ...], topology: Topology, program: str, error
     diagnosis = diagnose(error)
     if diagnosis is None:
         return (_program_row(error, topology, program),)
-    guilty = named_by(diagnosis, kernels)
-    if not guilty and len({kernel.fingerprint for kernel in kernels}) == 1 and diagnosis.is_kernel is not False:
-        guilty = {kernels[0].fingerprint}
+    guilty = _guilty(diagnosis, kernels)
     rows = []
     for kernel in kernels:
         if kernel.fingerprint in guilty:
@@ -117,6 +113,20 @@ def _failed(kernels: tuple[Kernel, ...], topology: Topology, program: str, error
                         need_bytes=diagnosis.size_bytes, limit_bytes=diagnosis.limit_bytes,
                         capacity_bytes=topology.chip.capacity_bytes, reason=_reason(error, diagnosis, topology.chip)))
     return tuple(rows)
+
+
+def _guilty(diagnosis: Diagnosis, kernels: tuple[Kernel, ...]) -> set[str]:
+    """Fingerprints of the kernels that failed: those whose label the message has, or the only one there is."""
+    ordinals = {_ordinal(label) for label in custom_call.labels_in(diagnosis.label or "")}
+    named = {kernel.fingerprint for kernel in kernels if kernel.ordinal in ordinals}
+    if not named and len({kernel.fingerprint for kernel in kernels}) == 1 and diagnosis.is_kernel is not False:
+        return {kernels[0].fingerprint}
+    return named
+
+
+def _ordinal(label: str | None) -> int | None:
+    """The kernel's ordinal in a label that `custom_call.label` gave ("k7" -> 7), or None."""
+    return int(label[1:]) if label and label[:1] == "k" and label[1:].isdigit() else None
 
 
 def _row(kernel: Kernel, topology: Topology, program: str, *, verdict: str, need: int | None, measured: bool,

@@ -23,8 +23,6 @@ logger = logging.getLogger("jax_vmem_guard")
 
 OUTPUTS = ("interpret", "zeros")
 
-_jax.exclude_from_tracebacks(__file__)
-
 
 class Rehearsal:
     """What a rehearsal has seen so far: one judgement for each distinct program with TPU kernels.
