@@ -18,10 +18,8 @@ from jax_vmem_guard.hook import install, uninstall
 from jax_vmem_guard.jit import jit
 from jax_vmem_guard.journal import Repair, repairs
 from jax_vmem_guard.policy import Policy
-from jax_vmem_guard.report import Report, inspect
-
-
 from jax_vmem_guard.rehearsal import rehearse
+from jax_vmem_guard.report import Report, inspect
 
 __all__ = [
     "Change",
