@@ -146,6 +146,7 @@ class _Talk:
             self._decide(f"process {self.leader} does not change it: {message['declined']}.", None)
 
     def propose(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        message = json.loads(json.dumps(message))  # as the others see it: tuples are lists
         self.put_up(message)
         if self.leads and self.store.get(f"{self.base}/verdict", 0) is None:
             self._decide(self._collect(message, timeout_s), message["plan"])

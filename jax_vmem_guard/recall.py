@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from jax_vmem_guard import _jax, agreement
 from jax_vmem_guard._version import __version__
@@ -24,6 +25,8 @@ from jax_vmem_guard.kernels import Kernel, read_kernels
 from jax_vmem_guard.plan_file import PlanFile, installed_versions, resolve_path
 from jax_vmem_guard.plan_format import Entry, Environment, by_fingerprint, from_text, to_text
 from jax_vmem_guard.policy import Policy
+
+_numbers: dict[Path, int] = {}  # the plan files of this process, in the order of their first use
 
 #: Remedies that the user's source declares; no policy has to allow them.
 _DECLARED = ("tunable", "fallback")
@@ -161,7 +164,9 @@ class Memory:
         if len(processes) <= 1:
             return own
         mine = to_text(entry for entries in own.values() for entry in entries)
-        theirs = agreement.from_leader(f"plan file for {self.environment}", mine, processes=processes,
+        # The file lies at another place on another host; which one is meant follows from the order of their first use.
+        number = _numbers.setdefault(self._file.path, len(_numbers))
+        theirs = agreement.from_leader(f"plan file {number} for {self.environment}", mine, processes=processes,
                                        timeout_s=self._policy.agreement_timeout_s)
         try:
             return by_fingerprint(from_text(theirs)) if theirs is not None else {}

@@ -16,7 +16,7 @@ import jax
 
 from jax_vmem_guard.agreement import AgreementError, agree, decline, from_leader
 
-FACTS = {"guard": "0.1.0", "policy": {"mode": "fix", "remedies": ["limit", "buffering"]}}
+FACTS = {"guard": "0.1.0", "policy": {"mode": "fix", "remedies": ("limit", "buffering")}}
 SOON = 1.0
 
 

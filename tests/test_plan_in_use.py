@@ -143,6 +143,7 @@ def test_a_source_that_moved_is_the_same_program(guarded):
 def test_what_nothing_helps_is_remembered_too(guarded, path):
     """The failure costs one compile the second time, and its note says where the knowledge comes from."""
     big = array(chip="v4")
+    guarded(remedies=("limit", "buffering"))
     with inject_oom(times=0, probes=True) as first, pytest.raises(jax.errors.JaxRuntimeError):
         compile_anew(hopeless, big, big)
     [entry] = PlanFile(path).read()
