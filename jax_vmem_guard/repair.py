@@ -297,7 +297,11 @@ class _Session:
 
     def _tighten(self, executable: Any) -> Attempt:
         """Lower limits that were raised to the chip to what the compiler then reported, and prove that by a compile."""
-        used = used_scoped_vmem(executable)
+        try:
+            used = used_scoped_vmem(executable)
+        except ValueError as error:  # it compiled: that it does not show what it used is no reason to fail
+            self.tried.append(f"limits at what was used: {_first_line(error)}")
+            return self._success(executable)
         plan = {f: self._tightened(f, changes, used) for f, changes in self.plan.items()}
         plan = {f: changes for f, changes in plan.items() if changes}
         flag_change = compile_limit.tightened(self.options_change, used, self.chip) if self.options_change else None
