@@ -427,9 +427,13 @@ class LoweringCall:
 
     def names_device_of(self, platform: str) -> bool:
         """Whether a sharding of an argument or result is on a device of `platform`."""
-        shardings = (s for s in (*self.arguments[2], *self.arguments[3]) if isinstance(s, jax.sharding.Sharding))
-        return any(next(iter(s.device_set)).platform == platform for s in shardings
-                   if not isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh))
+        for sharding in (*self.arguments[2], *self.arguments[3]):
+            abstract = isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+            if isinstance(sharding, jax.sharding.Sharding) and not abstract:
+                device: Any = next(iter(sharding.device_set))
+                if device.platform == platform:
+                    return True
+        return False
 
     def named(self, name: str) -> LoweringCall:
         """The call with another name of the function."""

@@ -15,6 +15,7 @@ from jax_vmem_guard.interpret import has_kernels
 from jax_vmem_guard.journal import Repair
 from jax_vmem_guard.judge import Judgement, did_not_lower, judge
 from jax_vmem_guard.policy import Policy
+from jax_vmem_guard.report import Report, inspect
 from jax_vmem_guard.rows import Row, exit_code, summary
 from jax_vmem_guard.stand_in import StandIn, Topology, topology_named
 
@@ -25,8 +26,11 @@ _one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    """A function compiled for a topology.
+class Checked(Report):
+    """The `Report` of a function compiled for a topology, and what the compiler and the guard made of it.
+
+    `kernels` and `instructions` are those of the compiled program, repairs included; where it did not compile, those
+    of the program as it was lowered.
 
     Attributes:
       topology: name of the topology.
@@ -52,14 +56,17 @@ class Checked:
         return exit_code(self.rows, max_share=max_share)
 
     def to_json(self) -> str:
-        """The rows as JSON text."""
-        return json.dumps([row.to_dict() for row in self.rows], indent=2)
+        """The report as JSON, with `topology`, `rows` and the `error`'s text besides."""
+        return json.dumps(json.loads(super().to_json()) | {
+            "topology": self.topology, "fits": self.fits, "rows": [row.to_dict() for row in self.rows],
+            "error": None if self.error is None else str(self.error)}, indent=2)
 
     def to_html(self) -> str:
         """The rows as one self-contained page."""
         from jax_vmem_guard.html import page
 
-        return page(self.rows, title=f"Scoped VMEM on {self.topology}")
+        return page(self.rows, title=f"Scoped VMEM on {self.topology}",
+                    instructions=[(row.name, row.used_bytes, row.limit_bytes) for row in self.instructions])
 
     def __str__(self) -> str:
         from jax_vmem_guard.matrix import plain_text
@@ -89,8 +96,17 @@ def check(fun: Callable[..., Any], *args: Any, topology: str = "v5e:2x2", policy
     """
     found = topology_named(topology)
     judgement = judge_function(fun, args, kwargs, topology=found, policy=policy if policy is not None else Policy())
-    return Checked(topology=found.name, rows=judgement.rows, error=judgement.error, repair=judgement.repair,
+    kernels = _report(judgement, found)
+    return Checked(chip=found.chip.name, kernels=kernels.kernels, instructions=kernels.instructions,
+                   topology=found.name, rows=judgement.rows, error=judgement.error, repair=judgement.repair,
                    executable=judgement.executable)
+
+
+def _report(judgement: Judgement, topology: Topology) -> Report:
+    program = judgement.executable if judgement.executable is not None else judgement.module
+    if program is None:
+        return Report(chip=topology.chip.name, kernels=())
+    return inspect(program, chip=topology.chip.name)
 
 
 def judge_function(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, topology: Topology,

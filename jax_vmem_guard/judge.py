@@ -15,7 +15,8 @@ from jax_vmem_guard.footprint import Footprint, footprint
 from jax_vmem_guard.journal import Repair, repairs
 from jax_vmem_guard.kernels import Kernel, read_kernels
 from jax_vmem_guard.planner import flag_bytes, limit_in_force
-from jax_vmem_guard.rows import ERROR, FAILS, FITS, REPAIRED, UNKNOWN, Item, Row
+from jax_vmem_guard.report_rows import item_of
+from jax_vmem_guard.rows import ERROR, FAILS, FITS, REPAIRED, UNKNOWN, Row
 from jax_vmem_guard.stand_in import Topology
 from jax_vmem_guard.used_vmem import InstructionVmem, used_scoped_vmem
 
@@ -30,10 +31,12 @@ class Judgement:
       executable: JAX's executable, or None where it did not compile. It cannot run: its chips are not here.
       error: what the compiler raised, with the guard's notes, or None.
       repair: what the guard changed, or None.
+      module: the StableHLO module before any repair, or None where it was not lowered.
     """
 
     program: str
     rows: tuple[Row, ...]
+    module: Any = None
     executable: Any = None
     error: BaseException | None = None
     repair: Repair | None = None
@@ -58,11 +61,12 @@ def judge(computation: Any, topology: Topology, *, program: str,
     try:
         executable = labelled.compile(compiler_options)
     except Exception as error:
-        return Judgement(program=program, error=error, rows=_failed(kernels, topology, program, error))
+        return Judgement(program=program, error=error, module=module,
+                         rows=_failed(kernels, topology, program, error))
     name = str(getattr(computation, "_name", program))
     repair = next((made for made in repairs()[before:] if made.program == name), None)
     rows = _compiled(kernels, topology, program, executable, repair)
-    return Judgement(program=program, executable=executable, repair=repair, rows=rows)
+    return Judgement(program=program, executable=executable, repair=repair, rows=rows, module=module)
 
 
 def did_not_lower(error: BaseException, topology: Topology, *, program: str) -> Judgement:
@@ -141,7 +145,7 @@ def _row(kernel: Kernel, topology: Topology, program: str, *, verdict: str, need
         capacity_bytes=topology.chip.capacity_bytes, windows_bytes=windows, scratch_bytes=scratch, body_bytes=body,
         spills_bytes=spills, reason=reason, changes=tuple(f"{c.before} -> {c.after}" for c in changes),
         edit="\n".join(dict.fromkeys(c.edit for c in changes if c.edit)) or None,
-        items=tuple(_item(item) for item in parts.items))
+        items=tuple(item_of(item) for item in parts.items))
 
 
 def _split(parts: Footprint, need: int) -> tuple[int, int, int, int]:
@@ -154,14 +158,6 @@ def _split(parts: Footprint, need: int) -> tuple[int, int, int, int]:
     scratch = min(parts.scratch_bytes, need - body)
     windows = min(parts.window_bytes, need - body - scratch)
     return windows, scratch, body, need - body - scratch - windows
-
-
-def _item(item: Any) -> Item:
-    padded = item.padded_shape[-len(item.shape):] if item.shape else item.padded_shape
-    remark = f"pads to {list(item.padded_shape)}" if tuple(padded) != tuple(item.shape) else ""
-    words = {"window": item.role, "scratch": "scratch", "alloca": "allocation"}[item.kind]
-    return Item(what=f"{words} {item.position}", shape=str(list(item.shape)), dtype=item.dtype, buffers=item.buffers,
-                bytes=item.bytes, remark=remark)
 
 
 def _limit(kernel: Kernel, chip: Chip) -> int:

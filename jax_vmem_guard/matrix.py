@@ -9,6 +9,7 @@ from jax_vmem_guard.chips import MiB
 from jax_vmem_guard.rows import ERROR, FAILS, FITS, GOOD, REPAIRED, UNKNOWN, VERDICT_WORDS, Row, exceeds
 
 HEADINGS = ("kernel", "chip", "need", "limit", "capacity", "headroom", "verdict")
+_NUMBERS = range(2, 6)
 _STYLES = {FITS: "green", REPAIRED: "yellow", FAILS: "bold red", ERROR: "red", UNKNOWN: "dim"}
 
 
@@ -35,16 +36,22 @@ def grouped(rows: Iterable[Row]) -> list[Row]:
     return [row for group in groups.values() for row in group]
 
 
+def table(rows: Sequence[Row], *, max_share: float | None = None) -> list[tuple[str, Row | None]]:
+    """The table as lines of text, each with its row; the first line is the headings, with None."""
+    found = grouped(rows)
+    lines = [HEADINGS, *(cells(row, max_share=max_share) for row in found)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
+    texts = ["  ".join(cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
+                       for column, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+             for line in lines]
+    return list(zip(texts, (None, *found), strict=True))
+
+
 def plain_text(rows: Sequence[Row], *, max_share: float | None = None) -> str:
     """The table as text; reasons and changes stand below it."""
     if not rows:
         return ""
-    table = [HEADINGS, *(cells(row, max_share=max_share) for row in grouped(rows))]
-    widths = [max(len(line[column]) for line in table) for column in range(len(HEADINGS))]
-    numbers = range(2, 6)
-    lines = ["  ".join(cell.rjust(width) if column in numbers else cell.ljust(width)
-                       for column, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
-             for line in table]
+    lines = [line for line, _ in table(rows, max_share=max_share)]
     return "\n".join([*lines, *remarks(rows, max_share=max_share)])
 
 
@@ -67,24 +74,24 @@ def rich_table(rows: Sequence[Row], *, title: str, max_share: float | None = Non
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
+    drawn = Table(title=title, title_justify="left")
     for heading in HEADINGS:
-        table.add_column(heading, justify="right" if heading in HEADINGS[2:6] else "left",
+        drawn.add_column(heading, justify="right" if HEADINGS.index(heading) in _NUMBERS else "left",
                          overflow="fold" if heading == "kernel" else "ellipsis")
-    table.add_column("of the chip")
+    drawn.add_column("of the chip")
     previous = None
     for row in grouped(rows):
         kernel, *rest, verdict = cells(row, max_share=max_share)
         key = (row.program, row.kernel, row.source)
         if previous not in (None, key):
-            table.add_section()
+            drawn.add_section()
         name = Text("") if key == previous else Text(kernel)
         if key != previous and row.source:
             name.append(f"\n{row.source}", style="dim")
         style = "bold red" if exceeds(row, max_share) else _STYLES.get(row.verdict, "red")
-        table.add_row(name, *rest, Text(verdict, style=style), bar(row, bar_width))
+        drawn.add_row(name, *rest, Text(verdict, style=style), bar(row, bar_width))
         previous = key
-    return table
+    return drawn
 
 
 def bar(row: Row, width: int) -> Any:

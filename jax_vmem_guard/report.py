@@ -114,6 +114,17 @@ class Report:
             "instructions": [dataclasses.asdict(i) for i in self.instructions],
         })
 
+    def to_html(self) -> str:
+        """The report as one self-contained page: a bar per kernel against its limit and the chip."""
+        from jax_vmem_guard.report_rows import to_html
+
+        return to_html(self)
+
+    def _repr_html_(self) -> str:
+        from jax_vmem_guard.report_rows import notebook_html
+
+        return notebook_html(self.to_html(), len(self.kernels))
+
     def __str__(self) -> str:
         tables = [kernel_table(self)] if self.kernels else []
         if self.instructions:

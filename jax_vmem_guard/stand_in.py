@@ -65,7 +65,7 @@ def topology_named(name: str) -> Topology:
     from jax.experimental import topologies
 
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=full_name).devices
+        devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=full_name).devices
     except Exception as error:
         if "libtpu" in str(error) and "install" in str(error).lower():
             raise RuntimeError("compiling for a TPU needs its compiler: `pip install libtpu` (the version that "

@@ -10,6 +10,7 @@ from jax_vmem_guard import hook
 from jax_vmem_guard.check import check
 from jax_vmem_guard.chips import CHIPS, MiB
 from jax_vmem_guard.policy import Policy
+from jax_vmem_guard.report import Report
 from jax_vmem_guard.rows import FAILS, FITS, REPAIRED
 
 
@@ -47,6 +48,16 @@ def test_what_does_not_fit_says_why_and_keeps_the_compilers_error():
     assert row.need_bytes > row.capacity_bytes
     assert "16.00 MiB" in row.reason
     assert result.exit_code() == 1
+
+
+def test_is_a_report_of_the_compiled_program():
+    """Like what `inspect` gives: kernels with what they used and the limit after repair; also where it failed."""
+    fitted = checked(targets.large, topology="v5e", policy=Policy(remedies=("limit",)))
+    failed = checked(targets.large, topology="v4", policy=Policy(remedies=("limit",)))
+    assert isinstance(fitted, Report)
+    assert fitted.kernels[0].used_bytes == fitted.rows[0].need_bytes
+    assert fitted.kernels[0].limit_bytes == fitted.rows[0].limit_bytes > 16 * MiB
+    assert (failed.fits, failed.kernels[0].used_bytes) == (False, None)
 
 
 def test_mode_off_judges_the_program_as_it_is():
@@ -163,5 +174,5 @@ def test_prints_and_serialises():
 
     result = checked(targets.large, topology="v5e", policy=Policy(remedies=("limit",)))
     assert "fits after repair" in str(result)
-    assert json.loads(result.to_json())[0]["verdict"] == REPAIRED
+    assert json.loads(result.to_json())["rows"][0]["verdict"] == REPAIRED
     assert "vmem_limit_bytes" in result.to_html()

@@ -227,6 +227,28 @@ def test_without_kernels_it_says_so():
     assert "<table" not in text
 
 
+def test_a_report_shows_itself_in_a_notebook(chromium, tmp_path):
+    """`_repr_html_` gives a frame that holds the page of the report's kernels, with nothing on the console."""
+    import jax
+    from check_targets import large
+
+    from jax_vmem_guard import inspect
+    from jax_vmem_guard.stand_in import topology_named
+
+    fun, (x, rows) = large()
+    chip = jax.sharding.SingleDeviceSharding(topology_named("v4").devices[0])
+    report = inspect(jax.jit(lambda x: fun(x, rows)).lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chip)))
+    cell = tmp_path / "cell.html"
+    cell.write_text(f"<!DOCTYPE html><link rel='icon' href='data:,'><p>before</p>{report._repr_html_()}", "utf-8")
+    chromium.get_log("browser")
+    chromium.get(cell.as_uri())
+    chromium.switch_to.frame(0)
+    assert shown_names(chromium) == ["scale"]
+    assert "does not fit" in chromium.find_element("css selector", "body").text
+    chromium.switch_to.default_content()
+    assert chromium.get_log("browser") == []
+
+
 def test_page_data_is_in_the_package():
     """Style and script are files of the package, found wherever it is installed."""
     import jax_vmem_guard
