@@ -42,9 +42,13 @@ def script(tmp_path_factory):
     return path
 
 
+#: The package under test comes before an installed one in the processes these tests start.
+ROOT = os.path.dirname(os.path.dirname(vmem_guard.__file__))
+
+
 def python(*arguments, **env):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, **env})
+                          env={**os.environ, "PYTHONPATH": ROOT, **env})
 
 
 def test_unguarded_the_script_dies_with_e1001(script):
