@@ -2,11 +2,16 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import kernels_on_chips as chips
 import pytest
+import remembered_programs
 
 import jax_vmem_guard as vmem_guard
 from jax_vmem_guard import plan_file
@@ -267,3 +272,15 @@ def test_a_marked_function_remembers_too(path):
         counts.append(vmem_guard.repairs()[before].remembered)
     assert counts == [False, True]
     vmem_guard.uninstall()
+
+
+def test_a_second_process_compiles_every_program_once(path):
+    """Kernels in loops, branches, gradients, vmaps and shards, split, unbuffered, fused, and code that is no kernel."""
+    first = remembered_programs.compile_all(str(path))
+    assert min(outcome[0] for outcome in first.values()) == 1 < 2 <= max(outcome[0] for outcome in first.values())
+    done = subprocess.run([sys.executable, remembered_programs.__file__, str(path)], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
+    assert done.returncode == 0, done.stderr
+    second = json.loads(done.stdout.splitlines()[-1])
+    assert {name: outcome[:2] for name, outcome in second.items()} == {name: [1, 0] for name in first}
+    assert {name: outcome[2] for name, outcome in second.items()} == {name: outcome[2] for name, outcome in first.items()}
