@@ -766,3 +766,45 @@ def _dtype_of_mlir(name: str) -> Any:
                 special[name] = words + name.removeprefix(prefix).lower()
                 break
     return jax.numpy.dtype(special[name])
+
+
+# --- A module compiled for a chip that is not here --------------------------------------------------------------------
+
+
+def compile_for_topology(program: bytes | str, topology: str, num_replicas: int, num_partitions: int,
+                         options: dict[str, Any]) -> Any:
+    """Compile a StableHLO module for the first devices of a TPU topology, in the way `jax.jit` does.
+
+    The function stands alone: bug reports carry its source. Uses `compiler.get_compile_options`,
+    `compiler.backend_compile_and_load`, `mlir.make_ir_context` and `DeviceList` of jax._src (0.8.1 to 0.12.0).
+    """
+    import numpy
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax.experimental import topologies
+    from jaxlib.mlir import ir
+
+    count = num_replicas * num_partitions
+    devices: list[Any] = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:count]
+    with mlir.make_ir_context():
+        module = ir.Module.parse(program)
+    compile_options = compiler.get_compile_options(
+        num_replicas=num_replicas, num_partitions=num_partitions, env_options_overrides=options, detailed_logging=False,
+        device_assignment=numpy.array([d.id for d in devices]).reshape(num_replicas, num_partitions),
+        backend=devices[0].client)
+    return compiler.backend_compile_and_load(
+        devices[0].client, module, xla_client.DeviceList(tuple(devices)), compile_options, [])
+
+
+def text_with_locations(module: Any) -> str:
+    """A module as text, source locations and whole constants included."""
+    return str(module.operation.get_asm(enable_debug_info=True))
+
+
+def shipped_mosaic_without_locations(body: bytes) -> bytes:
+    """A kernel's bytecode with its source locations taken out."""
+    module = parse_shipped_mosaic(body)
+    text = module.operation.get_asm(enable_debug_info=False, print_generic_op_form=True)
+    with module.context, ir().Location.unknown():
+        return mosaic_bytecode(ir().Module.parse(text))

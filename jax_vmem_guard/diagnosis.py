@@ -65,9 +65,9 @@ _SCOPED = re.compile(
 )
 _USED = re.compile(rf"Used ({SIZE})(?=\s)(?: of ({SIZE}) vmem)?")
 _ALLOCATION = re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)")
-_TAG = re.compile(r"tag = '(.*?)'(?=[\],]|\s*$)", re.DOTALL)
+_TAG = re.compile(r"tag = '([^'\n]{0,2000})'(?=[\],]|\s*$)")
 _OWNER = re.compile(r"\] :: ([\w.\-]+)")
-_COLORED_OPERAND = re.compile(r"for colored (operand|output|result)[^:\n]*? of instruction ([\w.\-]+)"
+_COLORED_OPERAND = re.compile(r"for colored (operand|output|result)[^:\n]{0,200}? of instruction ([\w.\-]+)"
                               r"(?: at operand index (\d+))?(?=\W|$)")
 _COLORED_BUFFER = re.compile(r"<\d+ ([\w.\-]+)[^>]*>")
 _COLORED_SIZE = re.compile(r"\bsize: (\d+)(?=\D)")
@@ -78,6 +78,8 @@ _ESCAPED_NEWLINE = re.compile(r"VmemOom:\\+n|vmem capacity by [\d.]+\w?\.\\+n")
 _ESCAPED_QUOTE = re.compile(r'(?:op_name|custom_call_target)=\\+"')
 _PLAIN_QUOTE = re.compile(r'(?:op_name|custom_call_target)="')
 _MESSAGE_END = "for more details."
+#: More than any of the one-line forms has; what is longer is no message.
+_LONGEST_LINE = 20_000
 
 
 def diagnose(error: BaseException | str) -> Diagnosis | None:
@@ -213,9 +215,8 @@ def _read_capacity(text: str, used: re.Match | None) -> Diagnosis:
 
 
 def _read_allocation(text: str) -> Diagnosis | None:
-    """"Allocation (size=N) would exceed memory (size=M)": of VMEM only where it says `space=vmem`."""
-    line_end = re.search(r"\n\s*\n|\n(?=\S)", text)
-    text = text[:line_end.start()] if line_end else text
+    """One allocation larger than the memory: of VMEM only where it says `space=vmem`."""
+    text = text[:_LONGEST_LINE].split("\n", 1)[0]
     numbers = _ALLOCATION.match(text)
     if not numbers or not re.search(r"space=vmem(?=\W)", text):
         return None
@@ -233,7 +234,7 @@ def _read_allocation(text: str) -> Diagnosis | None:
 
 
 def _read_pinned(text: str) -> Diagnosis:
-    text = re.split(r"\n", text)[0].rstrip()
+    text = text[:_LONGEST_LINE].split("\n", 1)[0].rstrip()
     operand = _COLORED_OPERAND.search(text)
     size = _COLORED_SIZE.search(text)
     if operand:

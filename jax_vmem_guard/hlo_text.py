@@ -22,6 +22,8 @@ _SOURCE_FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"')
 _SOURCE_LINE = re.compile(r"source_line=(\d+)(?=\D)")
 # How the primitives that make kernels name their operation: `pallas_call`, and `pl.kernel`'s `mpmd_map`.
 _KERNEL_OPERATION = re.compile(r"(?:^|/)(?:pallas_call|mpmd_map|tpu_custom_call)\b")
+# Operations that XLA makes a custom fusion of its own of (gather on v5e and v6e, libtpu 0.0.52).
+_NEVER_AROUND_A_KERNEL = re.compile(r"(?:^|/)(?:gather|scatter[\w-]*|sort|top_k|dot_general|conv_general_dilated)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,5 +150,7 @@ def _is_kernel(opcode: str | None, attributes: str, op_name: str | None, labelle
         if "kind=kCustom" not in attributes:
             return False
         # XLA fuses a kernel with the slices around it as kCustom, and has kCustom fusions of its own as well.
-        return True if labelled or (op_name and _KERNEL_OPERATION.search(op_name)) else None
+        if labelled or (op_name and _KERNEL_OPERATION.search(op_name)):
+            return True
+        return False if op_name and _NEVER_AROUND_A_KERNEL.search(op_name) else None
     return None if opcode in (None, "fusion") or opcode.startswith(("async-", "call")) else False

@@ -107,7 +107,7 @@ def test_an_instruction_of_xla_is_no_kernels_fault():
 
 def test_an_instruction_of_unknown_kind_gets_both_kinds_of_advice():
     """A custom fusion may or may not have a kernel inside."""
-    text = message("fusion_non_kernel").replace("kind=kOutput", "kind=kCustom")
+    text = message("fusion_non_kernel").replace("kind=kOutput", "kind=kCustom").replace("/dot_general", "/dynamic_slice")
     words = explain(diagnose(text))
     assert "vmem_limit_bytes=" in words and "If it is not a kernel of yours" in words
 
