@@ -70,3 +70,11 @@ def rows_call(kernel, rows=32, columns=128, block=16, dtype=jnp.float32, inputs=
     call = pl.pallas_call(kernel, grid=(-(-rows // block),), in_specs=[spec] * inputs, out_specs=spec,
                           out_shape=jax.ShapeDtypeStruct((rows, columns), out_dtype or dtype), **options)
     return lambda *arrays: call(*arrays)
+
+
+def interpreted_call(closed_jaxpr, *args):
+    """The program's first result, its kernels interpreted, compiled fast rather than well."""
+    fun = jax.extend.core.jaxpr_as_fun(interpreted(closed_jaxpr))
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    compiled = jax.jit(fun).lower(*args).compile(compiler_options=options)
+    return np.asarray(compiled(*args)[0])

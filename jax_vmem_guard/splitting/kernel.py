@@ -73,7 +73,8 @@ def prove(eqn: Any, axis: int, parts: int, unused: frozenset[int], target: tuple
     root = frames.build(eqn.params["jaxpr"])
     _no_input_stores(root, operands)
     order = [("operand", o.position) for o in operands]
-    needs = proof.prove(root, allowed, order, parts)
+    names = {("operand", o.position): windows.say(o, axis, parts) for o in operands}
+    needs = proof.prove(root, allowed, order, parts, names)
     labels = _settled(operands, needs, allowed)
     if all(label is None for o, label in zip(operands, labels, strict=True) if o.role == "output"):
         raise Refused(f"no output is cut along grid axis {axis}: every step would write all of it again")

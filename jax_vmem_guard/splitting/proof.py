@@ -47,7 +47,8 @@ class Needs:
         return self.values.get((frame.number, var), ())
 
 
-def prove(root: Frame, allowed: Mapping[RefId, frozenset[Label]], order: Sequence[RefId], parts: int) -> Needs:
+def prove(root: Frame, allowed: Mapping[RefId, frozenset[Label]], order: Sequence[RefId], parts: int,
+          names: Mapping[RefId, str]) -> Needs:
     """Finds labels for the references under which every need is met.
 
     Args:
@@ -55,11 +56,12 @@ def prove(root: Frame, allowed: Mapping[RefId, frozenset[Label]], order: Sequenc
       allowed: the labels each of the kernel's operands may have.
       order: the operands whose label nothing but a store may settle, in the order to try them.
       parts: k.
+      names: what to call the operands, with what keeps one whole where something does: for reasons.
 
     Raises:
       Refused: with the first need that could not be met.
     """
-    state = _State(root, allowed, parts)
+    state = _State(root, allowed, parts, names)
     state.start()
     return _settle(state, order).result()
 
@@ -79,12 +81,13 @@ def _settle(state: _State, order: Sequence[RefId]) -> _State:
             return _settle(trial, order)
         except Refused as error:
             refusal = refusal or error
-    raise refusal or Refused(f"no label is possible for {ref}")
+    raise refusal or Refused(f"no label is possible for {state.names.get(ref)}")
 
 
 class _State:
-    def __init__(self, root: Frame, allowed: Mapping[RefId, frozenset[Label]], parts: int) -> None:
-        self.root, self.allowed, self.parts = root, dict(allowed), parts
+    def __init__(self, root: Frame, allowed: Mapping[RefId, frozenset[Label]], parts: int,
+                 names: Mapping[RefId, str]) -> None:
+        self.root, self.allowed, self.parts, self.names = root, dict(allowed), parts, names
         self.labels: dict[RefId, Label] = {}
         self.pending: dict[RefId, list[tuple[Frame, int]]] = {}
         self.values: dict[tuple[int, Any], list[Label]] = {}
@@ -92,7 +95,7 @@ class _State:
         self.queue: deque[tuple[Frame, Any, Label]] = deque()
 
     def copy(self) -> _State:
-        other = _State(self.root, self.allowed, self.parts)
+        other = _State(self.root, self.allowed, self.parts, self.names)
         other.labels, other.ways, other.queue = dict(self.labels), dict(self.ways), deque(self.queue)
         other.pending = {ref: list(stores) for ref, stores in self.pending.items()}
         other.values = {value: list(labels) for value, labels in self.values.items()}
@@ -164,10 +167,10 @@ class _State:
     def set_label(self, ref: RefId, label: Label, why: str) -> None:
         if ref in self.labels:
             if self.labels[ref] != label:
-                raise Refused(f"{_say(ref)} is {_in(self.labels[ref])}, but {why} {_in(label)}")
+                raise Refused(f"{self.names.get(ref, 'a scoped buffer')} is {_in(self.labels[ref])}, but {why} {_in(label)}")
             return
         if label not in self.allowed_labels(ref):
-            raise Refused(f"{_say(ref)} cannot be {_in(label)}; {why} so")
+            raise Refused(f"{self.names.get(ref, 'a scoped buffer')} cannot be {_in(label)}; {why} so")
         self.labels[ref] = label
         for frame, index in self.pending.get(ref, ()):
             self._need_store(frame, index)
@@ -275,10 +278,6 @@ class _State:
 
 def _has_stores(frame: Frame) -> bool:
     return any(eqn.primitive.name in memory.STORES for f in frame.walk() for eqn in f.jaxpr.eqns)
-
-
-def _say(ref: RefId) -> str:
-    return f"operand {ref[1]}" if ref[0] == "operand" else "a scoped buffer"
 
 
 def _in(label: Label) -> str:

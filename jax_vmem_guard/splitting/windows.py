@@ -155,6 +155,19 @@ def labels(operand: Operand, axis: int, grid: Sequence[Any], parts: int, target:
     return frozenset(plain)
 
 
+def say(operand: Operand, axis: int, parts: int) -> str:
+    """The operand's name, with what keeps an input whole that moves with the axis."""
+    users = [d for d, index in enumerate(operand.index) if axis in index.uses]
+    if operand.role != "input" or not users:
+        return operand.name
+    vector = jp.memory_space(operand.aval) in ("vmem", "default")
+    where = users[0]
+    plain = vector and len(users) == 1 and operand.index[where].axis == axis and where in operand.dims
+    if plain and operand.shape[operand.dims.index(where)] % parts == 0:
+        return operand.name
+    return f"{operand.name} (it {_why_not(operand, axis, users, parts, vector).removeprefix(operand.name + ' ')})"
+
+
 def _why_not(operand: Operand, axis: int, users: list[int], parts: int, vector: bool) -> str:
     if not vector:
         return f"{operand.name} is not in VMEM blocks: it is in memory space `{jp.memory_space(operand.aval)}`"
