@@ -328,7 +328,8 @@ REFUSED = {
     "scratch initialised in a loop that may not run": (call(init_in_while, scratch=[VMEM_BLOCK]), ROW_AXIS,
                                                        "may carry values"),
     "counter in SMEM": (call(counter, scratch=[pltpu.SMEM((1,), jnp.int32)]), ROW_AXIS, "may carry values"),
-    "output resident under an outer axis": (lambda x: resident_call(x[:BLOCK]), ((1, 2),), "may carry values along grid axis 1"),
+    "output resident under an outer axis": (lambda x: resident_call(x[:BLOCK]), ((1, 2),),
+                                            "may carry values along grid axis 1"),
     # index maps
     "output index shifted": (call(copy, out_map=lambda i: ((i + 1) % 2, 0)), ROW_AXIS, "index arithmetic"),
     "output index halved": (call(copy, out_map=lambda i: (i // 2, 0)), ROW_AXIS, "index arithmetic"),

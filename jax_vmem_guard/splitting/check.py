@@ -13,10 +13,12 @@ What this cannot see: sizes. They are the proof's business.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_vmem_guard import _jax_pallas as jp
@@ -126,6 +128,11 @@ class Numbering:
     def literal(self, value: Any, dtype: Any) -> int:
         return self.table.number(("literal", str(np.dtype(dtype)), repr(np.asarray(value, dtype).tolist())))
 
+    def _converted(self, number: int, dtype: Any) -> int:
+        """A literal in another type."""
+        head, _ = self.table.terms[number]
+        return self.literal(np.asarray(ast.literal_eval(head[2]), jnp.dtype(head[1])).astype(dtype).tolist(), dtype)
+
     def frame(self, frame: Frame) -> None:
         for index, eqn in enumerate(frame.jaxpr.eqns):
             acc = memory.access(eqn)
@@ -158,6 +165,8 @@ class Numbering:
         if name == "convert_element_type":
             if eqn.invars[0].aval.dtype == params["new_dtype"]:
                 return [args[0]]  # only the weak type goes, which no operation of a kernel sees
+            if jp.is_literal(eqn.invars[0]) or self.table.terms[args[0]][0][0] == "literal":
+                return [self._converted(args[0], params["new_dtype"])]  # JAX folds these while it traces
             return [number(("convert", str(params["new_dtype"])), *args)]
         kept = tuple((key, repr(value)) for key, value in sorted(params.items())
                      if key not in _SIZES or (key == "dimensions" and name in _DIMENSIONS_MATTER))
