@@ -167,3 +167,21 @@ SMALL = {
     "layernorm": rows_case(layernorm_kernel, 64, 128, 32),
     "rope": rope_case(64, 256, 32),
 }
+
+BF16 = jnp.bfloat16
+
+#: Too large for v4's 16 MiB as they stand.
+LARGE = {
+    "flash forward": flash_case(4096, 2048),
+    "flash dq": flash_case(2048, 2048, kernel="_flash_attention_dq_kernel"),
+    "flash dkv": flash_case(2048, 2048, kernel="_flash_attention_dkv_kernel"),
+    "splash forward": splash_case(4096, 2048, "splash_mha_fwd", 1, False),
+    "splash dq": splash_case(2048, 2048, "splash_mha_dq", 1, True),
+    "splash dkv": splash_case(2048, 2048, "splash_mha_dkv", 0, True),
+    "gmm": gmm_case(512, 2048, 2048, (512, 2048, 2048)),
+    "ops matmul": ops_matmul_case(2048, 2048, 2048, (2048, 2048), 1024, 1),
+    "matmul": matmul_case(2048, 2048, 2048, (1024, 2048, 1024), 1),
+    "softmax": rows_case(softmax_kernel, 2048, 8192, 512),
+    "layernorm": rows_case(layernorm_kernel, 4096, 4096, 1024, dtype=BF16),
+    "rope": rope_case(4096, 1024, 2048),
+}
