@@ -57,7 +57,8 @@ _HEAD = re.compile(
     r"|(?P<vmem>Ran out of memory in memory space vmem\b(?![\-/]))"
     r"|(?P<scoped>Scoped allocation with size )"
     r"|(?P<allocation>Allocation \(size=\d+\) would exceed memory)"
-    r"|(?P<pinned>Too many buffers are colored in the alternate memory)"
+    r"|(?P<pinned>Too many buffers are colored in the alternate memory"
+    r"|The value defined at [\w.\-]+ requires allocation in the alternate memory)"
 )
 _ON_STACK = re.compile(r"Ran out of memory in memory space vmem while allocating on stack for\s+")
 _SCOPED = re.compile(
@@ -69,6 +70,7 @@ _TAG = re.compile(r"tag = '([^'\n]{0,2000})'(?=[\],]|\s*$)")
 _OWNER = re.compile(r"\] :: ([\w.\-]+)")
 _COLORED_OPERAND = re.compile(r"for colored (operand|output|result)[^:\n]{0,200}? of instruction ([\w.\-]+)"
                               r"(?: at operand index (\d+))?(?=\W|$)")
+_UNPLACED_VALUE = re.compile(r"The value defined at ([\w.\-]+) requires allocation")
 _COLORED_BUFFER = re.compile(r"<\d+ ([\w.\-]+)[^>]*>")
 _COLORED_SIZE = re.compile(r"\bsize: (\d+)(?=\D)")
 _PROTO_DUMP = re.compile(r" ?\[type\.googleapis\.com/[^\n]*?(?:'\]|(?=\n)|$)")
@@ -237,9 +239,12 @@ def _read_pinned(text: str) -> Diagnosis:
     text = text[:_LONGEST_LINE].split("\n", 1)[0].rstrip()
     operand = _COLORED_OPERAND.search(text)
     size = _COLORED_SIZE.search(text)
-    if operand:
+    unplaced = _UNPLACED_VALUE.match(text)
+    if unplaced:  # a result; it may be a copy that XLA made of the pinned value, so no instruction is to blame
+        buffers: tuple[str, ...] = (unplaced[1],)
+    elif operand:
         where = f"{operand[1]} {operand[3]}" if operand[3] else operand[1]
-        buffers: tuple[str, ...] = (f"{where} of {operand[2]}",)
+        buffers = (f"{where} of {operand[2]}",)
     else:
         buffers = tuple(dict.fromkeys(_COLORED_BUFFER.findall(text)))
     rows = tuple(Allocation(size_bytes=int(size[1]), tag="colored buffer", instruction=name, kind="pinned")

@@ -138,6 +138,15 @@ def test_too_many_pinned_buffers_are_named(message):
         assert found.pinned_buffers == (f"operand 0 of {kernel}",)
 
 
+def test_a_pinned_value_that_finds_no_place_is_named():
+    """libtpu 0.0.34 to 0.0.52 have a second message: for a result, or for a copy XLA made of a pinned value."""
+    found = diagnose("jaxlib._jax.XlaRuntimeError: FAILED_PRECONDITION: The value defined at copy.6 requires allocation "
+                     "in the alternate memory, which could not be satisfied. This typically happens because more pinned "
+                     "buffers are live than the alternate memory capacity.")
+    assert (found.form, found.instruction, found.pinned_buffers) == ("pinned", None, ("copy.6",))
+    assert found.size_bytes is None
+
+
 @of_case("hbm", "smem", "misaligned")
 def test_failures_of_other_memories_are_not_ours(message):
     """HBM, SMEM and block alignment are other problems."""
