@@ -93,6 +93,18 @@ def test_the_failing_kernel_and_not_its_operand_is_named():
     assert diagnose(failure(program, array(32768, 1024))).instruction == "large.1"
 
 
+def test_a_fusion_around_a_kernel_is_the_kernels():
+    """In a scan XLA fuses the kernel with the write of its result: the fusion fails, the kernel in it is to blame."""
+    def program(x):
+        return jax.lax.scan(lambda carry, row: (carry, add(row, row, block=2048, name="inner")), 0.0, x)[1]
+
+    found = diagnose(failure(program, array(4, 32768, 1024), chip="v6e"))
+    assert "kind=kCustom" in found.text or "custom-call(" in found.text
+    assert found.is_kernel is True
+    assert found.op_name.endswith("/inner/pallas_call")
+    assert found.limit_bytes == 32 * MiB
+
+
 def test_scalars_that_do_not_fit_smem_are_not_ours():
     """600 000 prefetched scalars: the same form of message, another memory."""
     def kernel(s_ref, x_ref, o_ref):
