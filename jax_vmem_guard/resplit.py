@@ -7,6 +7,7 @@ gives the same kernel.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,6 +91,7 @@ class Resplitter:
 
 
 def _hoped(need_bytes: int, option: Any) -> int:
-    """The need after a split if everything in the kernel shrinks as its windows and scratch do."""
-    before = max(option.before.vmem_bytes, 1)
-    return max(need_bytes, before) * option.after.vmem_bytes // before
+    """The need after a split: windows and scratch by arithmetic; what the body adds shrinks with the parts, at best."""
+    parts = math.prod(count for _, count in option.split.axes)
+    body = max(0, need_bytes - option.before.vmem_bytes)
+    return option.after.vmem_bytes + body // parts
