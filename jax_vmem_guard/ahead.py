@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from jax_vmem_guard import _jax, custom_call, planner
 from jax_vmem_guard.chips import Chip, chip_for_device_kind
@@ -20,13 +21,25 @@ def outlook(program: _jax.Program, policy: Policy) -> str:
     chip = chip_for_device_kind(program.device_kind)
     if chip is None or (policy.ahead == "never" and not policy.speculate):
         return "open"
-    if not custom_call.custom_calls(program.module):
-        return "open"
     flag = planner.flag_bytes(program.compiler_options, os.environ.get("LIBTPU_INIT_ARGS", ""))
+    default = flag if flag is not None else chip.default_limit_bytes
+    if not any(_is_worth_reading(call, default) for call in custom_call.custom_calls(program.module)):
+        return "open"
     sure, expected = _exceeding(read_kernels(program.module), chip, flag)
     if (sure and policy.ahead != "never") or (expected and policy.ahead == "expected"):
         return "certain"
     return "likely" if (sure or expected) and policy.speculate else "open"
+
+
+def _is_worth_reading(call: Any, default_limit: int) -> bool:
+    """Whether a kernel's arrays are large enough for its windows to matter, or its own limit is a low one.
+
+    Decoding a kernel takes about 3 ms, compiling a small one about 30 ms. Where two buffers of every whole array fit the
+    limit, only scratch could exceed it, and the compiler may say so first.
+    """
+    config = custom_call.read_config(call)
+    limit = min([default_limit, *(int(entry["size"]) for entry in config.get("scoped_memory_configs", ()))])
+    return 2 * custom_call.array_bytes(call) > limit
 
 
 def _exceeding(kernels: tuple[Kernel, ...], chip: Chip, flag_bytes: int | None) -> tuple[bool, bool]:
