@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from jax_vmem_guard import _jax, custom_call, planner
 from jax_vmem_guard.chips import Chip, chip_for_device_kind
 from jax_vmem_guard.footprint import footprint
 from jax_vmem_guard.kernels import Kernel, read_kernels
 from jax_vmem_guard.policy import Policy
+from jax_vmem_guard.quick_bound import fits_for_sure
 
 
 def outlook(program: _jax.Program, policy: Policy) -> str:
@@ -23,23 +23,16 @@ def outlook(program: _jax.Program, policy: Policy) -> str:
         return "open"
     flag = planner.flag_bytes(program.compiler_options, os.environ.get("LIBTPU_INIT_ARGS", ""))
     default = flag if flag is not None else chip.default_limit_bytes
-    if not any(_is_worth_reading(call, default) for call in custom_call.custom_calls(program.module)):
+    traced = program.lowering.closed_jaxpr if program.lowering is not None else None
+    only_sure = policy.ahead == "certain" and not policy.speculate
+    if only_sure and traced is not None and fits_for_sure(traced, min(default, chip.capacity_bytes)):
+        return "open"
+    if not custom_call.custom_calls(program.module):
         return "open"
     sure, expected = _exceeding(read_kernels(program.module), chip, flag)
     if (sure and policy.ahead != "never") or (expected and policy.ahead == "expected"):
         return "certain"
     return "likely" if (sure or expected) and policy.speculate else "open"
-
-
-def _is_worth_reading(call: Any, default_limit: int) -> bool:
-    """Whether a kernel's arrays are large enough for its windows to matter, or its own limit is a low one.
-
-    Decoding a kernel takes about 3 ms, compiling a small one about 30 ms. Where two buffers of every whole array fit the
-    limit, only scratch could exceed it, and the compiler may say so first.
-    """
-    config = custom_call.read_config(call)
-    limit = min([default_limit, *(int(entry["size"]) for entry in config.get("scoped_memory_configs", ()))])
-    return 2 * custom_call.array_bytes(call) > limit
 
 
 def _exceeding(kernels: tuple[Kernel, ...], chip: Chip, flag_bytes: int | None) -> tuple[bool, bool]:

@@ -6,7 +6,6 @@ JAX caches lowerings and the modules in them, so nothing here edits a module tha
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -54,18 +53,6 @@ def read_config(op: Any) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"the backend_config of a TPU custom call must be a JSON object, got {text[:80]!r}")
     return config
-
-
-def array_bytes(op: Any) -> int:
-    """Bytes of all arrays a TPU custom call takes and gives, each in whole tiles of 8 rows of 128."""
-    ir = _jax.ir()
-    total = 0
-    for value in (*op.operands, *op.results):
-        tensor = ir.RankedTensorType(value.type)
-        *leading, rows, columns = (1, 1, *tensor.shape)
-        bits = getattr(tensor.element_type, "width", 32)
-        total += math.prod(leading) * -(-rows // 8) * 8 * -(-columns // 128) * 128 * max(bits, 8) // 8
-    return total
 
 
 def write_config(op: Any, config: dict[str, Any]) -> None:

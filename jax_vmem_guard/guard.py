@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from jax_vmem_guard import _jax, ahead
 from jax_vmem_guard.agreement import AgreementError
+from jax_vmem_guard.bug_report import write_bundle
 from jax_vmem_guard.chips import chip_for_device_kind
 from jax_vmem_guard.consensus import Consensus
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
@@ -62,6 +64,8 @@ def compile_program(program: _jax.Program, policy: Policy | None, policy_inside:
         if attempt.executable is None:
             counsel.give_up(attempt)
             error.add_note(_note(program, diagnosis, attempt))
+            if diagnosis.is_kernel is False:
+                error.add_note(_bug_report(program, policy, error, diagnosis))
             raise
     finally:
         if speculation is not None:
@@ -158,6 +162,18 @@ class _Speculation:
 
     def abandon(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _bug_report(program: _jax.Program, policy: Policy, error: Exception, diagnosis: Diagnosis) -> str:
+    """Write the bundle for an XLA issue where the policy has a folder for it; returns the note that says so."""
+    chip = chip_for_device_kind(program.device_kind)
+    if policy.bug_report_dir is None or chip is None:
+        return ("No kernel caused this, so it may be a bug of the compiler. For a folder to attach to an issue at "
+                "https://github.com/openxla/xla/issues, set JAX_VMEM_GUARD_BUG_REPORT_DIR or Policy.bug_report_dir.")
+    folder = write_bundle(Path(policy.bug_report_dir), module_bytecode=_jax.stablehlo_bytecode(program.module), error=error,
+                          diagnosis=diagnosis, topology=chip.topology, num_devices=len(program.devices),
+                          compiler_options=program.compiler_options)
+    return f"A folder to attach to an XLA issue: {folder}" if folder else "No bug report could be written; see the log."
 
 
 def _note(program: _jax.Program, diagnosis: Diagnosis, attempt: Attempt) -> str:

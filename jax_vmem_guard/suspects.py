@@ -19,7 +19,10 @@ def named_by(diagnosis: Diagnosis, builder: Builder) -> set[str]:
     if labelled:
         return {fingerprint for fingerprint in labelled if fingerprint is not None}
     base = re.sub(r"(\.\d+)+$", "", diagnosis.instruction or "")
+    # A fusion around a kernel has a name of its own and no label; its op_name ends in "<kernel>/pallas_call".
+    scopes = (diagnosis.op_name or "").split("/")[-2:-1]
     for same in (lambda k: bool(base) and k.name == base,
+                 lambda k: k.name in scopes,
                  lambda k: diagnosis.source is not None and k.source == diagnosis.source):
         found = {k.fingerprint for k in builder.kernels if same(k)}
         if len(found) == 1:

@@ -65,6 +65,27 @@ def test_a_split_kernel_inside_a_scan_beside_one_that_fits(tmp_path):
     assert change.remedy == "split" and max(used_by_kernels(compiled)) <= 16 * MiB
 
 
+def test_a_dozen_kernels_of_different_kinds_on_v4_take_at_most_three_compiles():
+    """Splitting, one buffer and fitting kernels in one program; on v4 no limit can be raised."""
+    norm, _ = cases.rms_norm(256)
+    relu, _ = cases.matmul_relu()
+
+    def fun(x, y, z, w):
+        for n in range(4):
+            x = add(x * (n + 1), x, block=128 * (n + 1))
+        for n in range(4):
+            y = norm(y * (n + 2), w)
+        for n in range(3):
+            z = relu(z * (n + 1), z)
+        return x, y, z
+
+    arguments = [array(8192, 4096), array(16384, 6144, dtype=jnp.bfloat16), array(8192, 8192), array(1, 6144)]
+    compiled, made = repair(fun, arguments, "v4", Policy().remedies)
+    assert made.compiles <= 3
+    assert {"split", "buffering"} <= {change.remedy for change in made.changes}
+    assert max(used_by_kernels(compiled)) <= 16 * MiB
+
+
 def flash_gradient(q, k, v):
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
