@@ -96,9 +96,9 @@ class Seams:
         if self.active:
             return
         pxla = _pxla()
-        lower = _require(pxla, "lower_sharding_computation")
         computation = _require(pxla, "MeshComputation")
-        compile_ = _require_own(computation, "compile")
+        lower = _jaxs_own(_require(pxla, "lower_sharding_computation"))
+        compile_ = _jaxs_own(_require_own(computation, "compile"))
         _assert_parameters(lower, self.LOWER_PARAMETERS)
         _assert_parameters(compile_, self.COMPILE_PARAMETERS)
 
@@ -110,6 +110,8 @@ class Seams:
         def guarded_compile(self: Any, compiler_options: Any = None, *, device_assignment: Any = None) -> Any:
             return on_compile(compile_, self, compiler_options, device_assignment)
 
+        setattr(guarded_lower, _ORIGINAL, lower)
+        setattr(guarded_compile, _ORIGINAL, compile_)
         _hide_own_frames()
         self._originals = (lower, compile_)
         pxla.lower_sharding_computation = guarded_lower
@@ -123,6 +125,16 @@ class Seams:
         pxla.lower_sharding_computation, pxla.MeshComputation.compile = self._originals
         self._originals = None
         _show_own_frames()
+
+
+#: On a function that the guard put in the place of JAX's: JAX's.
+_ORIGINAL = "_jax_vmem_guard_original"
+
+
+def _jaxs_own(function: Any) -> Any:
+    """The function of JAX behind one of the guard's. Seams of this module as it was before it was loaded again (in a
+    notebook) may still be in place; new ones take their place instead of standing on them."""
+    return getattr(function, _ORIGINAL, function)
 
 
 def _require_own(cls: Any, name: str) -> Any:

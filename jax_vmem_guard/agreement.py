@@ -17,12 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax_vmem_guard import _jax
+from jax_vmem_guard.locks import ForkSafeLock
 
 __all__ = ["AgreementError", "agree", "decline", "from_leader"]
 
@@ -288,9 +288,9 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-_answers_lock = threading.Lock()
+_answers_lock = ForkSafeLock()
 _answers: dict[str, str | None] = {}  # what leaders said, by what they were asked
-_rounds_lock = threading.Lock()
+_rounds_lock = ForkSafeLock()
 _rounds: dict[str, list[str]] = {}  # program -> what this process has talked about, in order: its rounds
 
 

@@ -6,11 +6,11 @@ The state of this file is the only global state of the guard besides the journal
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from jax_vmem_guard import _jax, guard
+from jax_vmem_guard.locks import ForkSafeLock
 from jax_vmem_guard.policy import Policy
 
 
@@ -39,7 +39,7 @@ class GuardedName(str):
 #: stand here, to lower a program for chips that are not in this machine.
 lowering_detours: list[Callable[..., Any]] = []
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _seams = _jax.Seams()
 _installed: Policy | None = None
 _functions_marked = False

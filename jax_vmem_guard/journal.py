@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from jax_vmem_guard.changes import Change
 from jax_vmem_guard.chips import MiB
+from jax_vmem_guard.locks import ForkSafeLock
 
 logger = logging.getLogger("jax_vmem_guard")
 
@@ -63,7 +63,7 @@ class Journal:
     """The repairs of one process, in the order they were made. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._repairs: list[Repair] = []
 
     def record(self, repair: Repair) -> None:

@@ -9,13 +9,13 @@ import base64
 import binascii
 import hashlib
 import re
-import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax_vmem_guard import _jax
 from jax_vmem_guard.index_map import IndexMap, read_affine_map, read_index_map
+from jax_vmem_guard.locks import ForkSafeLock
 
 DYNAMIC = -(1 << 63)  # MLIR's mark of a size that is known only at run time
 
@@ -85,7 +85,7 @@ class MosaicKernel:
 
 _CACHE_SIZE = 256
 _cache: OrderedDict[bytes, MosaicKernel] = OrderedDict()
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 def decode_kernel(body: str) -> MosaicKernel:

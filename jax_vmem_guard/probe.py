@@ -7,7 +7,6 @@ used is the kernel's plain need, to the byte (measured on 1021 kernels, v2 to tp
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from jax_vmem_guard import _jax
 from jax_vmem_guard.diagnosis import diagnose
 from jax_vmem_guard.kernels import Kernel
+from jax_vmem_guard.locks import ForkSafeLock
 from jax_vmem_guard.planner import Need
 from jax_vmem_guard.used_vmem import used_scoped_vmem
 
@@ -37,7 +37,7 @@ class Prober:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._known: dict[Any, Need] = {}
 
     def needs(self, program: _jax.Program, modules: Mapping[Any, Any]) -> tuple[dict[Any, Need], int]:
