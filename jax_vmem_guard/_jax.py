@@ -604,7 +604,7 @@ def lower_equation(equation: Any, device: Any) -> Any:
     def alone(*values: Any) -> Any:
         return equation.primitive.bind(*values, **equation.params)
 
-    return jax.jit(alone).lower(*arguments)._lowering._hlo
+    return jax.jit(alone).lower(*arguments).compiler_ir("stablehlo")
 
 
 def name_of(fun: Any) -> str:

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from jax_vmem_guard import __version__, check_cli, demo, rehearse_cli, run_script
+from jax_vmem_guard import __version__, check_cli, demo, plan_cli, rehearse_cli, run_script
 from jax_vmem_guard.policy import MODES
 
 
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_parser(commands)
     check_cli.add_parser(commands)
     rehearse_cli.add_parser(commands)
+    plan_cli.add_parser(commands)
     return parser
 
 

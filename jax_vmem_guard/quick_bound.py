@@ -46,8 +46,9 @@ def _bound(eqn: Any) -> int:
     total = 0
     for var in jp.open_jaxpr(eqn.params["jaxpr"])[0].invars:
         if jp.is_ref(var) and jp.memory_space(var.aval) in ("vmem", "default"):
-            *leading, rows, columns = (1, 1, *var.aval.shape)
-            total += 2 * math.prod(leading) * -(-rows // 8) * 8 * -(-columns // 128) * 128 * _item_bytes(var.aval.dtype)
+            shape: tuple[int, ...] = (1, 1, *var.aval.shape)
+            rows, columns = shape[-2:]
+            total += 2 * math.prod(shape[:-2]) * -(-rows // 8) * 8 * -(-columns // 128) * 128 * _item_bytes(var.aval.dtype)
     return total
 
 
