@@ -153,6 +153,7 @@ SMALL = {
     "flash forward, one step": flash_case(256, 256),
     "flash dq": flash_case(512, 256, kernel="_flash_attention_dq_kernel"),
     "flash dkv": flash_case(512, 256, kernel="_flash_attention_dkv_kernel"),
+    "flash dkv, chunked": flash_case(1024, 512, kernel="_flash_attention_dkv_kernel", chunk=256),
     "splash forward": splash_case(512, 256, "splash_mha_fwd", 1, False),
     "splash forward with residuals": splash_case(512, 256, "splash_mha_fwd", 1, True),
     "splash dq": splash_case(512, 256, "splash_mha_dq", 1, True),

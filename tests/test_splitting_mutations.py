@@ -14,7 +14,7 @@ from split_support import Refused, refusal, rows_call, run, split, traced
 from test_splitting_refusals import BLOCK, COLUMNS, REFUSED, ROWS, VMEM_BLOCK, X, body, call
 
 from jax_vmem_guard import _jax_pallas as jp
-from jax_vmem_guard.splitting import check, emit, entry, kernel, memory, proof, rules, windows
+from jax_vmem_guard.splitting import check, chunks, emit, entry, kernel, memory, proof, rules, windows
 from jax_vmem_guard.splitting.ways import way
 
 
@@ -193,6 +193,50 @@ def test_accesses_take_the_whole_dimension(monkeypatch):
             jp.reslice(one, label, 0, one.indices[label].size // parts, one.shape[label] // parts) for one in t))
 
     wrong_without(out, monkeypatch, rows_call(kernel_), ((0, 2),), X)
+
+
+def chunks_that_add_up(x_ref, o_ref, s_ref):
+    """Running sums over the chunks of a block, kept in a small buffer."""
+    s_ref[...] = jnp.zeros_like(s_ref)
+
+    def one(i, _):
+        at = pl.ds(i * 8, 8)
+        s_ref[...] += x_ref[at, :]
+        o_ref[at, :] = s_ref[...]
+
+    lax.fori_loop(0, BLOCK // 8, one, None)
+
+
+def test_chunks_are_independent(monkeypatch):
+    """A loop over chunks whose iterations pass something on runs over all of them or not at all."""
+    fun = call(chunks_that_add_up, scratch=[pltpu.VMEM((8, COLUMNS), jnp.float32)])
+    wrong_without(lambda m: m.setattr(chunks, "check", lambda *a: None), monkeypatch, fun, ((0, 2),), X)
+
+
+def chunk_numbers(x_ref, o_ref):
+    def one(i, _):
+        o_ref[pl.ds(i * 4, 4), :] = x_ref[pl.ds(i * 4, 4), :] + i.astype(jnp.float32)
+
+    lax.fori_loop(0, BLOCK // 4, one, None)
+
+
+def test_the_rebuild_check_notices_a_counter_that_is_not_moved(monkeypatch):
+    """In the part j the chunks are numbered on from where part j-1 ended."""
+    def unmoved(self, body, control):
+        self.sub, sub = self.sub * 0, self.sub
+        out = _chunks(self, body, control)
+        self.sub = sub
+        return out
+
+    _chunks = emit.Emitter._chunks
+    program = traced(rows_call(chunk_numbers), X)
+    monkeypatch.setattr(emit.Emitter, "_chunks", unmoved)
+    with pytest.raises(Refused, match="rebuil"):
+        split(program, (0, 2))
+    monkeypatch.setattr(check, "same_kernel", lambda *a, **k: None)
+    changed = split(program, (0, 2))
+    monkeypatch.undo()
+    assert not np.array_equal(run(program, X)[0], run(changed, X)[0])
 
 
 def test_plain_indices_only(monkeypatch):

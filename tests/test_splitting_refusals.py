@@ -115,6 +115,30 @@ def row_loop(x_ref, o_ref):
     lax.fori_loop(0, BLOCK, one, jnp.zeros((1, COLUMNS), jnp.float32))
 
 
+def chunk_sums(x_ref, o_ref, s_ref):
+    s_ref[...] = jnp.zeros_like(s_ref)
+
+    def one(i, _):
+        s_ref[...] += x_ref[pl.ds(i * 8, 8), :]
+        o_ref[pl.ds(i * 8, 8), :] = s_ref[...]
+
+    lax.fori_loop(0, BLOCK // 8, one, None)
+
+
+def chunks_backwards(x_ref, o_ref):
+    def one(i, _):
+        o_ref[pl.ds((1 - i) * 8, 8), :] = x_ref[pl.ds(i * 8, 8), :]
+
+    lax.fori_loop(0, BLOCK // 8, one, None)
+
+
+def three_chunks(x_ref, o_ref):
+    def one(i, _):
+        o_ref[pl.ds(i * 8, 8), :] = x_ref[pl.ds(i * 8, 8), :]
+
+    lax.fori_loop(0, 3, one, None)
+
+
 def single_row(x_ref, o_ref):
     o_ref[...] = x_ref[...] + x_ref[3, :][None, :]
 
@@ -308,7 +332,10 @@ REFUSED = {
     "one row read": (rows_call(single_row), ROW_AXIS, "a read needs it"),
     "one scalar read": (rows_call(scalar_read), ROW_AXIS, "a read needs it"),
     "halves by constant slices": (rows_call(halves), ROW_AXIS, "takes a part of a dimension that is split"),
-    "rows in a loop": (rows_call(row_loop), ROW_AXIS, "takes a part of a dimension that is split"),
+    "rows in a loop": (rows_call(row_loop), ROW_AXIS, "carries values from chunk to chunk"),
+    "chunks that add up": (call(chunk_sums, scratch=[pltpu.VMEM((8, COLUMNS), jnp.float32)]), ROW_AXIS, "stays whole"),
+    "chunks written backwards": (rows_call(chunks_backwards), ROW_AXIS, "takes a part of a dimension that is split"),
+    "three chunks in two parts": (rows_call(three_chunks, rows=48, block=24), ROW_AXIS, "does not divide by 2"),
     "first rows overwritten": (rows_call(partial_store), ROW_AXIS, "takes a part of a dimension that is split"),
     "reshape and transpose": (body(transposed_mix), ROW_AXIS, "mixes the split dimension"),
     "rows interleaved": (body(lambda v: jnp.swapaxes(v.reshape(2, BLOCK // 2, COLUMNS), 0, 1).reshape(v.shape)), ROW_AXIS,

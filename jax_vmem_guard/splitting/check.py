@@ -43,7 +43,8 @@ def same_kernel(original: Any, rebuilt: Any, *, axis: int, parts: int, steps: in
     """
     table = Table()
     before = Numbering(table=table, steps={axis: steps})
-    after = Numbering(table=table, split_axis=axis, parts=parts)
+    after = Numbering(table=table, split_axis=axis, parts=parts,
+                      cut={("operand", i): label for i, label in enumerate(labels) if label is not None})
     try:
         held_before, held_after = before.kernel(original), after.kernel(rebuilt)
     except Refused as error:
@@ -98,13 +99,17 @@ class Numbering:
       steps: axes whose number of programs is a constant in the other kernel.
       split_axis: in the rebuilt kernel, the axis whose grid index is the finer one; else None.
       parts: k.
+      cut: in the rebuilt kernel, the buffers in parts.
       held: what each buffer holds.
+      local: in the rebuilt kernel, counters of loops over the chunks of one part -> (the original's counter, length).
     """
 
     table: Table
     steps: dict[int, int] = field(default_factory=dict)
     split_axis: int | None = None
     parts: int = 1
+    cut: dict[RefId, int] = field(default_factory=dict)
+    local: dict[int, tuple[int, int]] = field(default_factory=dict)
     held: dict[RefId, int] = field(default_factory=dict)
     values: dict[tuple[int, Any], int] = field(default_factory=dict)
 
@@ -159,7 +164,10 @@ class Numbering:
         if name == "iota":
             return [self._iota(params["dtype"], params["dimension"], params["shape"][params["dimension"]])]
         args = tuple(self.read(frame, v) for v in eqn.invars)
-        ours = self._own_arithmetic(eqn, name, args)
+        kept = tuple((key, repr(value)) for key, value in sorted(params.items())
+                     if key not in _SIZES or (key == "dimensions" and name in _DIMENSIONS_MATTER))
+        head = (name, kept)
+        ours = self._own_arithmetic(eqn, head, args)
         if ours is not None:
             return [ours]
         if name == "convert_element_type":
@@ -168,9 +176,6 @@ class Numbering:
             if jp.is_literal(eqn.invars[0]) or self.table.terms[args[0]][0][0] == "literal":
                 return [self._converted(args[0], params["new_dtype"])]  # JAX folds these while it traces
             return [number(("convert", str(params["new_dtype"])), *args)]
-        kept = tuple((key, repr(value)) for key, value in sorted(params.items())
-                     if key not in _SIZES or (key == "dimensions" and name in _DIMENSIONS_MATTER))
-        head = (name, kept)
         if len(eqn.outvars) == 1:
             return [number(head, *args)]
         return [number((*head, i), *args) for i in range(len(eqn.outvars))]
@@ -179,23 +184,26 @@ class Numbering:
         plain = self.table.number(("iota", dim, size))
         return plain if np.dtype(dtype) == np.int32 else self.table.number(("convert", str(np.dtype(dtype))), plain)
 
-    def _own_arithmetic(self, eqn: Any, name: str, args: tuple[int, ...]) -> int | None:
+    def _own_arithmetic(self, eqn: Any, head: tuple[str, Any], args: tuple[int, ...]) -> int | None:
         """The split kernel's arithmetic on its finer grid index, as what it stands for in the original."""
         if self.split_axis is None:
             return None
-        number = self.table.number
+        number, name = self.table.number, head[0]
         fine = number(("fine", self.split_axis))
         sub = number(("sub",))
         if name in ("div", "rem") and args == (fine, self.literal(self.parts, np.int32)):
             return number(("program_id", self.split_axis)) if name == "div" else sub
         if name == "mul" and args[0] == sub:
-            head, _ = self.table.terms[args[1]]
-            return number(("offset", head[2])) if head[0] == "literal" else None
+            times, _ = self.table.terms[args[1]]
+            return number(("offset", times[2])) if times[0] == "literal" else None
         if name == "broadcast_in_dim" and self.table.terms[args[0]][0][0] == "offset":
             return args[0]
-        if name == "add":
-            return self._moved_iota(eqn, args)
-        return None
+        if name == "add" and args[0] in self.local:
+            counter, length = self.local[args[0]]
+            if args[1] == number(("offset", str(length))):
+                return counter
+            return number(head, counter, args[1]) if args[1] == self.literal(1, np.int32) else None
+        return self._moved_iota(eqn, args) if name == "add" else None
 
     def _moved_iota(self, eqn: Any, args: tuple[int, ...]) -> int | None:
         (iota, _), (offset, _) = self.table.terms[args[0]], self.table.terms[args[1]]
@@ -210,7 +218,7 @@ class Numbering:
 
     def _access(self, frame: Frame, acc: memory.Access) -> int:
         ref = frames.resolve_ref(frame, acc.ref)
-        place = tuple(self._place(frame, t) for t in acc.transforms)
+        place = tuple(self._place(frame, t, self.cut.get(ref)) for t in acc.transforms)
         if all(isinstance(p, tuple) and all(i == "all" for i in p) for p in place):
             place = ()
         rest = tuple(-1 if v is None else self.read(frame, v) for v in (acc.mask, acc.other))
@@ -222,18 +230,33 @@ class Numbering:
             head = ("held before", *head)
         return self.table.number(head, old, *numbers)
 
-    def _place(self, frame: Frame, transform: Any) -> Any:
+    def _place(self, frame: Frame, transform: Any, cut: int | None) -> Any:
         if jp.indexers((transform,)) is None:
             return (str(transform),)
         place: list[Any] = []
-        for index, extent in zip(transform.indices, transform.shape, strict=True):
-            if memory.takes_all(index, extent):
+        for dim, (index, extent) in enumerate(zip(transform.indices, transform.shape, strict=True)):
+            local = self._local_chunk(frame, index, extent) if dim == cut else None
+            if local is not None:
+                place.append((local, self._index(frame, index.size), f"::{index.stride}"))
+            elif memory.takes_all(index, extent):
                 place.append("all")
+            elif dim == cut:
+                raise Refused("an access to a split buffer takes neither all of a part nor the chunk of a loop")
             elif jp.is_slice(index):
                 place.append((self._index(frame, index.start), self._index(frame, index.size), f"::{index.stride}"))
             else:
                 place.append(self._index(frame, index))
         return tuple(place)
+
+    def _local_chunk(self, frame: Frame, index: Any, extent: int) -> int | None:
+        """Where the original's chunk starts, for a chunk of a part at (local counter) times its size."""
+        if not jp.is_slice(index) or not hasattr(index.start, "aval"):
+            return None
+        head, args = self.table.terms[self.read(frame, index.start)]
+        if head[0] != "mul" or args[0] not in self.local or args[1] != self.literal(index.size, np.int32):
+            return None
+        counter, length = self.local[args[0]]
+        return self.table.number(head, counter, args[1]) if length * index.size == extent else None
 
     def _index(self, frame: Frame, value: Any) -> int:
         return self.read(frame, value) if hasattr(value, "aval") else self.literal(value, np.int32)
@@ -298,6 +321,11 @@ class Numbering:
                 continue
             seen[number] = seen.get(number, 0) + 1
             symbols[i] = self.table.symbol(("carry", seen[number]), number)
+        length = control.length
+        if control.kind == "scan" and self._over_chunks(frame, body, control):
+            local = self.table.symbol(("counter in a part",), symbols[0])
+            self.local[local] = (symbols[0], length)
+            symbols[0], length = local, length * self.parts
         changed = self._changed(frame, bodies, symbols, start)
         self.held = dict(start)
         for ref in changed:
@@ -309,9 +337,10 @@ class Numbering:
             if one is not body:
                 condition = self.read(one, one.jaxpr.outvars[0])
         outs = [self.read(body, v) for v in body.jaxpr.outvars]
+        symbols |= {i: self.local[n][0] for i, n in symbols.items() if n in self.local}
         becomes = {symbols[i]: (init[i], outs[i]) for i in range(control.num_carry) if not _passes_through(body, i)}
         becomes |= {symbols[ref]: (start[ref], self.held[ref]) for ref in changed}
-        head = (control.kind, control.length, control.reverse)
+        head = (control.kind, length, control.reverse)
 
         def finish(number: int, what: str) -> int:
             pieces = self._closure([number, condition], becomes)
@@ -325,6 +354,16 @@ class Numbering:
         carried = [init[i] if _passes_through(body, i) else finish(outs[i], "carry")
                    for i in range(control.num_carry)]
         return carried + [finish(n, "stacked") for n in outs[control.num_carry:]]
+
+    def _over_chunks(self, frame: Frame, body: Frame, control: jp.Control) -> bool:
+        """Whether the rebuilt loop moves its counter by (sub-step times its length)."""
+        if self.split_axis is None or control.num_carry != 1:
+            return False
+        moved = self.table.number(("offset", str(control.length)))
+        return any(
+            eqn.primitive.name == "add" and body.sources.get(eqn.invars[0]) == ("carry", 0)
+            and body.sources.get(eqn.invars[1], ("",))[0] == "outer" and self.read(body, eqn.invars[1]) == moved
+            for eqn in body.jaxpr.eqns if not any(jp.is_literal(v) for v in eqn.invars))
 
     def _changed(self, frame: Frame, bodies: tuple[Frame, ...], symbols: dict[Any, int],
                  start: dict[RefId, int]) -> list[RefId]:

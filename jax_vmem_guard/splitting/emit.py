@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jax_vmem_guard import _jax_pallas as jp
-from jax_vmem_guard.splitting import frames, memory
+from jax_vmem_guard.splitting import chunks, frames, memory
 from jax_vmem_guard.splitting.frames import Frame, RefId
 from jax_vmem_guard.splitting.proof import Needs
 from jax_vmem_guard.splitting.ways import Label, Way
@@ -43,6 +43,7 @@ class Emitter:
     sub: Any
     refs: dict[RefId, Any]
     env: dict[tuple[int, Any, Label], Any] = field(default_factory=dict)
+    local: dict[int, Any] = field(default_factory=dict)  # counters of chunk loops, counted within the part
 
     def read(self, frame: Frame, atom: Any, label: Label) -> Any:
         if jp.is_literal(atom):
@@ -109,11 +110,18 @@ class Emitter:
             return
         ref_id = frames.resolve_ref(frame, acc.ref)
         label = self.needs.labels[ref_id]
-        part = None if label is None else memory.value_dim(acc, label)
+        chunk = None if label is None else chunks.find(frame, acc, label)
+        part = None if label is None or chunk is not None else memory.value_dim(acc, label)
         value = None if acc.value is None else self.read(frame, acc.value, part)
         mask, other = (None if v is None else self.read(frame, v, part if v.aval.shape else None)
                        for v in (acc.mask, acc.other))
-        transforms = memory.shrink(acc, self._whole(frame, acc.transforms), label, self.needs.parts)
+        transforms = self._whole(frame, acc.transforms)
+        if chunk is not None and label is not None:
+            start = lax.mul(self.local[chunk.loop.number], np.int32(chunk.size))
+            (indexer,) = transforms
+            transforms = (jp.reslice(indexer, label, start, chunk.size, indexer.shape[label] // self.needs.parts),)
+        else:
+            transforms = memory.shrink(acc, transforms, label, self.needs.parts)
         outs = memory.bind(acc, self.refs[ref_id], transforms, value, mask, other)
         for one in wanted:
             self.write(frame, out, one, outs[0])
@@ -183,6 +191,8 @@ class Emitter:
     def _scan(self, frame: Frame, eqn: Any, control: jp.Control, bodies: tuple[Frame, ...],
               wanted: list[Wanted]) -> list[Any]:
         body = bodies[0]
+        if body.number in self.needs.chunked:
+            return self._chunks(body, control)
         carry = self._loop_carry(body, control, wanted)
         stacked = [(i, label) for i, label in wanted if i >= control.num_carry]
         inner = [(i, None if label is None else label - 1) for i, label in stacked]
@@ -201,6 +211,22 @@ class Emitter:
                             reverse=control.reverse, unroll=control.unroll)
         results = {**dict(zip(carry, last, strict=True)), **dict(zip(stacked, ys, strict=True))}
         return [results[w] for w in wanted]
+
+    def _chunks(self, body: Frame, control: jp.Control) -> list[Any]:
+        """A loop over the chunks of this part. Its counter is the one of the original, save where chunks are."""
+        length = control.length // self.needs.parts
+        moved = lax.mul(self.sub, np.int32(length))
+        (counter,) = (var for var, source in body.sources.items() if source == ("carry", 0))
+
+        def step(i: Any, _: None) -> tuple[Any, None]:
+            self.local[body.number] = i
+            self.write(body, counter, None, lax.add(i, moved))
+            self.frame(body)
+            return lax.add(i, np.int32(1)), None
+
+        unroll = control.unroll if isinstance(control.unroll, bool) else min(control.unroll, length)
+        lax.scan(step, np.int32(0), None, length=length, unroll=unroll)
+        return []
 
     def _loop_carry(self, body: Frame, control: jp.Control, wanted: list[Wanted]) -> list[Wanted]:
         carry = self._carry(body, control)

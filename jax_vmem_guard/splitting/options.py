@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_vmem_guard.chips import Chip
-from jax_vmem_guard.splitting import axes, cost, kernel, versions, windows
+from jax_vmem_guard.splitting import cost, versions, windows
 from jax_vmem_guard.splitting.axes import Axis, NewAxis, Split
 from jax_vmem_guard.splitting.cost import STEP_BYTES, Cost
 from jax_vmem_guard.splitting.errors import Refused
-from jax_vmem_guard.splitting.program import CallSite
+from jax_vmem_guard.splitting.program import CallSite, prove_call
 from jax_vmem_guard.splitting.ways import Label
 from jax_vmem_guard.splitting.windows import Operand
 
@@ -64,6 +64,7 @@ class _Found:
     axis: Axis
     parts: int
     labels: tuple[Label, ...]
+    chain: tuple[tuple[Axis, int], ...]  # usually ((axis, parts),)
 
 
 def splits(site: CallSite, chip: Chip) -> tuple[tuple[SplitOption, ...], tuple[Refusal, ...]]:
@@ -95,7 +96,7 @@ def splits(site: CallSite, chip: Chip) -> tuple[tuple[SplitOption, ...], tuple[R
     before = cost.cost(operands, grid, chip, {}, {})
     options = [_option((one,), operands, grid, chip, before) for one in found]
     options += [_option(pair, operands, grid, chip, before) for pair in _pairs(found)]
-    return tuple(sorted(options, key=lambda o: (len(o.split.axes), o.price, o.after.vmem_bytes))), tuple(refusals)
+    return tuple(sorted(options, key=lambda o: (not o.proven, o.price, o.after.vmem_bytes))), tuple(refusals)
 
 
 def _axes(site: CallSite, operands: Sequence[Operand]) -> Iterator[Axis]:
@@ -116,19 +117,31 @@ def _one_axis(site: CallSite, axis: Axis) -> list[_Found]:
     """Every k that works; `Refused` with the reason of the first k where none does."""
     ways, first = [], None
     for parts in PARTS:
-        try:
-            eqn, position, target = axes.with_axis(site.eqn, axis)
-            proven = kernel.prove(eqn, position, parts, site.unused, target)
-            why = cost.aligned(proven.operands, proven.labels, parts)
-            if why is not None:
-                raise Refused(why)
-        except Refused as refusal:
-            first = first or refusal
-            continue
-        ways.append(_Found(axis=axis, parts=parts, labels=proven.labels))
+        chains: list[tuple[tuple[Axis, int], ...]] = [((axis, parts),)]
+        if isinstance(axis, int):  # a loop over chunks is cut into single chunks first, and these then
+            chains += [((axis, one), (axis, parts // one)) for one in PARTS if parts % one == 0 and one < parts]
+        for chain in chains:
+            try:
+                labels = _whole_tiles(site, chain)
+            except Refused as refusal:
+                first = first or refusal
+                if "loop over" not in refusal.reason:
+                    break
+            else:
+                ways.append(_Found(axis=axis, parts=parts, labels=labels, chain=chain))
+                break
     if not ways:
         raise first or Refused("no number of parts divides the block")
     return ways
+
+
+def _whole_tiles(site: CallSite, chain: tuple[tuple[Axis, int], ...]) -> tuple[Label, ...]:
+    """The labels under which the chain is proved; `Refused` where it is not, or where its parts are no whole tiles."""
+    proofs = prove_call(site, Split(axes=chain))
+    why = cost.aligned(proofs[-1].operands, proofs[-1].labels, chain[-1][1])
+    if why is not None:
+        raise Refused(why)
+    return proofs[-1].labels
 
 
 def _pairs(found: Sequence[_Found]) -> Iterator[tuple[_Found, _Found]]:
@@ -154,7 +167,7 @@ def _option(ways: Sequence[_Found], operands: Sequence[Operand], grid: Sequence[
                 parts.setdefault(operand.position, {})[label] = one.parts
     finer = {one.axis: one.parts for one in ways if isinstance(one.axis, int)}
     new = math.prod(one.parts for one in ways if not isinstance(one.axis, int))
-    return SplitOption(split=Split(axes=tuple((one.axis, one.parts) for one in ways)), proven=len(ways) == 1,
+    return SplitOption(split=Split(axes=tuple(pair for one in ways for pair in one.chain)), proven=len(ways) == 1,
                        before=before, after=cost.cost(operands, grid, chip, parts, finer, new))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_vmem_guard import _jax_pallas as jp
-from jax_vmem_guard.splitting import frames, memory, rules
+from jax_vmem_guard.splitting import chunks, frames, memory, rules
 from jax_vmem_guard.splitting.errors import Refused
 from jax_vmem_guard.splitting.frames import Frame, RefId
 from jax_vmem_guard.splitting.ways import Label, Question, Way
@@ -35,6 +35,7 @@ class Needs:
       labels: of every reference that is read or written.
       values: the labels each value is needed under: (frame number, variable) -> labels.
       ways: how each needed part is had: (frame number, equation position, output, dimension) -> way.
+      chunked: numbers of the loop bodies that run over the chunks of one part only.
     """
 
     root: Frame
@@ -42,6 +43,7 @@ class Needs:
     labels: Mapping[RefId, Label]
     values: Mapping[tuple[int, Any], tuple[Label, ...]]
     ways: Mapping[tuple[int, int, int, int], Way]
+    chunked: frozenset[int] = frozenset()
 
     def of(self, frame: Frame, var: Any) -> tuple[Label, ...]:
         return self.values.get((frame.number, var), ())
@@ -67,17 +69,19 @@ def prove(root: Frame, allowed: Mapping[RefId, frozenset[Label]], order: Sequenc
 
 
 def _settle(state: _State, order: Sequence[RefId]) -> _State:
-    """Gives labels to references that are only written, trying the whole first."""
+    """Gives labels to references that nothing has settled yet: those that are only written, trying the whole first;
+    then those only read chunk by chunk, trying parts first where the loop runs over one part."""
     state.run()
-    open_refs = [r for r in state.pending if r not in state.labels]
-    if not open_refs:
+    candidates = state.undecided(order)
+    if not candidates:
+        state.finish()
         return state
-    ref = min(open_refs, key=lambda r: order.index(r) if r in order else len(order))
+    ref, labels, why = candidates
     refusal = None
-    for label in sorted(state.allowed_labels(ref), key=lambda d: -1 if d is None else d):
+    for label in labels:
         trial = state.copy()
         try:
-            trial.set_label(ref, label, "it is only written")
+            trial.set_label(ref, label, why)
             return _settle(trial, order)
         except Refused as error:
             refusal = refusal or error
@@ -93,17 +97,40 @@ class _State:
         self.values: dict[tuple[int, Any], list[Label]] = {}
         self.ways: dict[tuple[int, int, int, int], Way] = {}
         self.queue: deque[tuple[Frame, Any, Label]] = deque()
+        self.chunked: dict[int, Frame] = {}
+        self.deferred: dict[RefId, list[tuple[Frame, memory.Access]]] = {}
 
     def copy(self) -> _State:
         other = _State(self.root, self.allowed, self.parts, self.names)
         other.labels, other.ways, other.queue = dict(self.labels), dict(self.ways), deque(self.queue)
         other.pending = {ref: list(stores) for ref, stores in self.pending.items()}
         other.values = {value: list(labels) for value, labels in self.values.items()}
+        other.chunked = dict(self.chunked)
+        other.deferred = {ref: list(loads) for ref, loads in self.deferred.items()}
         return other
+
+    def undecided(self, order: Sequence[RefId]) -> tuple[RefId, list[Label], str] | None:
+        """The next reference to settle, with the labels to try and why."""
+        written = [r for r in self.pending if r not in self.labels]
+        if written:
+            ref = min(written, key=lambda r: order.index(r) if r in order else len(order))
+            return ref, sorted(self.allowed_labels(ref), key=lambda d: -1 if d is None else d), "it is only written"
+        for ref, loads in self.deferred.items():
+            if ref not in self.labels:
+                found = [(d, chunks.find(frame, acc, d)) for frame, acc in loads for d in self.allowed_labels(ref)
+                         if d is not None]
+                cut: list[Label] = [d for d, chunk in found if chunk and chunk.loop.number in self.chunked]
+                return ref, [*cut[:1], None], "it is read chunk by chunk"
+        return None
+
+    def finish(self) -> None:
+        """What can only be checked when every label is known."""
+        for loop in self.chunked.values():
+            chunks.check(loop, self.labels, self.values, self.parts)
 
     def result(self) -> Needs:
         return Needs(root=self.root, parts=self.parts, labels=self.labels, ways=self.ways,
-                     values={value: tuple(labels) for value, labels in self.values.items()})
+                     chunked=frozenset(self.chunked), values={value: tuple(labels) for value, labels in self.values.items()})
 
     # -- roots of the need: effects
 
@@ -146,12 +173,19 @@ class _State:
         acc = memory.access(frame.jaxpr.eqns[index])
         assert acc is not None
         label = self.labels[frames.resolve_ref(frame, acc.ref)]
-        part = None if label is None else memory.value_dim(acc, label)
+        part = None if label is None or self._chunk(frame, acc, label) else memory.value_dim(acc, label)
         self.need(frame, acc.value, part)
         if acc.mask is not None:
             self.need(frame, acc.mask, part)
         for atom in acc.indices:
             self.need(frame, atom, None)
+
+    def _chunk(self, frame: Frame, acc: memory.Access, dim: int) -> bool:
+        """Whether the access is to a chunk of the split dimension; then its loop runs over one part only."""
+        chunk = chunks.find(frame, acc, dim)
+        if chunk is not None:
+            self.chunked[chunk.loop.number] = chunk.loop
+        return chunk is not None
 
     # -- labels of references
 
@@ -174,6 +208,19 @@ class _State:
         self.labels[ref] = label
         for frame, index in self.pending.get(ref, ()):
             self._need_store(frame, index)
+        for frame, acc in self.deferred.pop(ref, ()):
+            self._read_whole(frame, acc, ref)
+
+    def _read_whole(self, frame: Frame, acc: memory.Access, ref: RefId) -> None:
+        """What the access reads is needed as it is: all of it from a whole buffer, or one chunk of a split one."""
+        label = self.labels.get(ref)
+        if ref in self.labels and label is not None and self._chunk(frame, acc, label):
+            return
+        dims = range(len(getattr(acc.ref.aval, "shape", ())))
+        if ref not in self.labels and any(chunks.find(frame, acc, d) for d in dims):
+            self.deferred.setdefault(ref, []).append((frame, acc))
+        else:
+            self.set_label(ref, None, "a read needs it")
 
     # -- values
 
@@ -267,8 +314,10 @@ class _State:
 
     def _loaded(self, frame: Frame, acc: memory.Access, label: Label) -> None:
         ref = frames.resolve_ref(frame, acc.ref)
-        dim = None if label is None else memory.ref_dim(acc, label)
-        self.set_label(ref, dim, "a read needs it")
+        if label is None:
+            self._read_whole(frame, acc, ref)
+        else:
+            self.set_label(ref, memory.ref_dim(acc, label), "a read needs it")
         for atom in (acc.mask, acc.other):
             if atom is not None:
                 self.need(frame, atom, None if not atom.aval.shape else label)
