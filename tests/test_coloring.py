@@ -44,10 +44,28 @@ def config_after(program, *changes):
 # --- Which arrays -----------------------------------------------------------------------------------------------------
 
 
-def test_the_fewest_arrays_come_first():
+def test_as_many_arrays_as_needed_come_first():
     kernel = only_kernel(lower(sum_and_difference, array(1280, 1024), array(1280, 1024)))
     changes = propose(kernel, V5E, target=8 * MiB)
     assert [(c.data["inputs"], c.data["outputs"]) for c in changes] == [([0, 1], [0]), ([0, 1], [0, 1])]
+
+
+def test_of_two_arrays_that_suffice_the_smaller_moves():
+    def large_and_small(x, y):
+        def kernel(x_ref, y_ref, o_ref):
+            o_ref[...] = x_ref[0:8, :] + y_ref[0:8, :]
+
+        return pl.pallas_call(kernel, out_shape=array(8, 1024))(x, y)
+
+    kernel = only_kernel(lower(large_and_small, array(3072, 1024), array(1280, 1024)))
+    assert [c.data["inputs"] for c in propose(kernel, V5E)] == [[1], [0, 1], [0, 1]]
+
+
+def test_an_array_that_is_there_twice_moves_before_one_that_is_there_once():
+    kernel = only_kernel(lower(scaled_in_place, array(1024, 1024), array(2048, 1024)))
+    twice = dataclasses.replace(kernel, aliases=(), windows=tuple(
+        dataclasses.replace(w, array_shape=(256, 1024)) if w.operand == 0 else w for w in kernel.windows))
+    assert [c.data["inputs"] for c in propose(twice, V5E, need=18 * MiB, target=17 * MiB)][0] == [0]
 
 
 def test_an_operand_taken_in_blocks_stays():

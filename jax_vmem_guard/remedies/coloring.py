@@ -60,9 +60,10 @@ class Candidate:
 def propose(kernel: Kernel, *, need_bytes: int, target_bytes: int, chip: Chip, policy: Policy) -> tuple[Change, ...]:
     """Changes that bring the need down to the target, least first.
 
-    The first colors the fewest arrays that should suffice, each later one more. Only sets are proposed that fit the
-    chip beside what the kernel then needs. Where none suffices, the one that saves most is proposed alone: another
-    remedy may do the rest. `data["expected_bytes"]` holds the need each change should lead to.
+    The first places the fewest bytes in VMEM that should suffice, each later one more, the last all that fit. Only
+    sets are proposed that fit the chip beside what the kernel then needs. Where none suffices, the one that saves most
+    is proposed alone: another remedy may do the rest. `data["expected_bytes"]` holds the need each change should lead
+    to.
 
     Args:
       kernel: the kernel as it is.
@@ -75,7 +76,7 @@ def propose(kernel: Kernel, *, need_bytes: int, target_bytes: int, chip: Chip, p
     if need_bytes <= target_bytes:
         return ()
     room = chip.capacity_bytes - _colored_already(kernel, chip)
-    fitting = [chosen for chosen in _growing(sorted(candidates(kernel, chip), key=lambda c: -c.saved_bytes))
+    fitting = [chosen for chosen in _choices(tuple(candidates(kernel, chip)), need_bytes - target_bytes)
                if need_bytes - _saved(chosen) <= room - _placed(chosen)]
     sufficient = [chosen for chosen in fitting if need_bytes - _saved(chosen) <= target_bytes]
     return tuple(_change(kernel, chosen, need_bytes, room - _placed(chosen), chip)
@@ -103,9 +104,24 @@ def candidates(kernel: Kernel, chip: Chip) -> Iterator[Candidate]:
                         array_bytes=_array_bytes(window, chip))
 
 
-def _growing(ranked: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:
-    for count in range(1, len(ranked) + 1):
-        yield tuple(ranked[:count])
+def _choices(found: tuple[Candidate, ...], excess: int) -> list[tuple[Candidate, ...]]:
+    """Sets of arrays, those that save at least `excess` with the fewest bytes first, then growing ones."""
+    # What is double buffered frees more than it takes: it goes first, small before large.
+    ranked = sorted(found, key=lambda c: (c.array_bytes / c.saved_bytes, c.saved_bytes))
+    growing = [tuple(ranked[:count]) for count in range(1, len(ranked) + 1)]
+    enough = next((chosen for chosen in growing if _saved(chosen) >= excess), None)
+    least = [_without_needless(enough, excess)] if enough else []
+    least += [(c,) for c in ranked if c.saved_bytes >= excess][:1]
+    ordered = sorted(least, key=lambda chosen: (_placed(chosen), len(chosen))) + growing
+    return [chosen for position, chosen in enumerate(ordered) if chosen not in ordered[:position]]
+
+
+def _without_needless(chosen: tuple[Candidate, ...], excess: int) -> tuple[Candidate, ...]:
+    for candidate in chosen:
+        fewer = tuple(c for c in chosen if c is not candidate)
+        if fewer and _saved(fewer) >= excess:
+            chosen = fewer
+    return chosen
 
 
 def _saved(chosen: Sequence[Candidate]) -> int:
