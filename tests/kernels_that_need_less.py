@@ -124,10 +124,22 @@ def in_place(x, y, block=512, target=lambda i: (i, 0), modes=DEFAULT, interpret=
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, y)
 
 
+def in_pieces(rows, step):
+    """Runs `step` for every 8 rows: the code of a whole array at once would take long to compile."""
+    def piece(i, _):
+        step(pl.ds(pl.multiple_of(i * 8, 8), 8))
+        return 0
+
+    lax.fori_loop(0, rows // 8, piece, 0)
+
+
 def add_whole(x, y):
     """Two whole arrays in, one out, no grid."""
     def kernel(x_ref, y_ref, o_ref):
-        o_ref[...] = x_ref[...] + y_ref[...]
+        def step(at):
+            o_ref[at, :] = x_ref[at, :] + y_ref[at, :]
+
+        in_pieces(x.shape[0], step)
 
     return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="add_whole")(x, y)
 
@@ -135,8 +147,11 @@ def add_whole(x, y):
 def sum_and_difference(x, y):
     """Two whole arrays in, two out, no grid."""
     def kernel(x_ref, y_ref, sum_ref, difference_ref):
-        sum_ref[...] = x_ref[...] + y_ref[...]
-        difference_ref[...] = x_ref[...] - y_ref[...]
+        def step(at):
+            sum_ref[at, :] = x_ref[at, :] + y_ref[at, :]
+            difference_ref[at, :] = x_ref[at, :] - y_ref[at, :]
+
+        in_pieces(x.shape[0], step)
 
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pl.pallas_call(kernel, out_shape=(out, out), name="sum_and_difference")(x, y)
@@ -197,7 +212,10 @@ BUFFERED = {
 def copy_whole(x):
     """A whole array in, a whole array out, no grid."""
     def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref[...]
+        def step(at):
+            o_ref[at, :] = x_ref[at, :]
+
+        in_pieces(x.shape[0], step)
 
     return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="copy_whole")(x)
 

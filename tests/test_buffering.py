@@ -166,7 +166,8 @@ def test_windows_of_20_mib_need_one_buffer_and_a_limit_where_the_default_is_16(c
     kernel, facts = only_kernel(program), chip_named(chip)
     (change,) = propose(kernel, facts, facts.default_limit_bytes)
     need = change.data["expected_bytes"]
-    raised = limit.raise_to(kernel, need_bytes=need, limit_bytes=facts.default_limit_bytes, chip=facts)
+    raised = limit.raise_to(kernel, need_bytes=need, limit_bytes=facts.default_limit_bytes,
+                            ceiling=facts.capacity_bytes)
     assert used_by_kernels(program.compile_changed(with_changes(program, raised, change))) == [need]
 
 

@@ -107,13 +107,19 @@ def candidates(kernel: Kernel, chip: Chip) -> Iterator[Candidate]:
 def _choices(found: tuple[Candidate, ...], excess: int) -> list[tuple[Candidate, ...]]:
     """Sets of arrays, those that save at least `excess` with the fewest bytes first, then growing ones."""
     # What is double buffered frees more than it takes: it goes first, small before large.
-    ranked = sorted(found, key=lambda c: (c.array_bytes / c.saved_bytes, c.saved_bytes))
-    growing = [tuple(ranked[:count]) for count in range(1, len(ranked) + 1)]
-    enough = next((chosen for chosen in growing if _saved(chosen) >= excess), None)
+    small_first = sorted(found, key=lambda c: (c.array_bytes / c.saved_bytes, c.saved_bytes))
+    large_first = sorted(found, key=lambda c: (c.array_bytes / c.saved_bytes, -c.saved_bytes))
+    enough = next((chosen for chosen in _growing(small_first) if _saved(chosen) >= excess), None)
     least = [_without_needless(enough, excess)] if enough else []
-    least += [(c,) for c in ranked if c.saved_bytes >= excess][:1]
-    ordered = sorted(least, key=lambda chosen: (_placed(chosen), len(chosen))) + growing
-    return [chosen for position, chosen in enumerate(ordered) if chosen not in ordered[:position]]
+    least += [(c,) for c in small_first if c.saved_bytes >= excess][:1]
+    ordered = sorted(least, key=lambda chosen: (_placed(chosen), len(chosen))) + list(_growing(large_first))
+    sets = [frozenset(c.window.operand for c in chosen) for chosen in ordered]
+    return [chosen for position, chosen in enumerate(ordered) if sets[position] not in sets[:position]]
+
+
+def _growing(ranked: Sequence[Candidate]) -> Iterator[tuple[Candidate, ...]]:
+    for count in range(1, len(ranked) + 1):
+        yield tuple(ranked[:count])
 
 
 def _without_needless(chosen: tuple[Candidate, ...], excess: int) -> tuple[Candidate, ...]:
