@@ -67,9 +67,10 @@ def attempt_repair(program: _jax.Program, policy: Policy, diagnosis: Diagnosis |
     chip = chip_for_device_kind(program.device_kind)
     if chip is None:
         return Attempt(tried=(f"nothing: `{program.device_kind}` is not a chip this version knows",))
+    session = _Session(program, policy, chip, consensus, recollection.hints)
     if policy.mode == "report":
-        return Attempt(tried=("nothing: mode `report` only explains; mode `fix` repairs",))
-    return _Session(program, policy, chip, consensus, recollection.hints).run(diagnosis)
+        return session.foresee(diagnosis)
+    return session.run(diagnosis)
 
 
 def attempt_recalled(program: _jax.Program, policy: Policy, chip: Chip, consensus: Consensus,
@@ -140,6 +141,17 @@ class _Session:
         except Exception as error:
             return Attempt(tried=(f"what the plan file remembers, {self._plan_in_words()}: {_first_line(error)}",))
 
+    def foresee(self, diagnosis: Diagnosis | None) -> Attempt:
+        """What would be tried first, in words, without compiling the program."""
+        self.first_diagnosis = diagnosis
+        if diagnosis is not None and diagnosis.form == "pinned":
+            return Attempt(tried=(f"nothing: the program itself pins these to VMEM: {self._pinned()}",))
+        possible = self._first_plan()
+        words = [f"{c.kernel}: {c.before} -> {c.after}" + (f", needs {c.need_bytes / MiB:.2f} MiB" if c.need_bytes else "")
+                 + f"; to do it yourself: {c.edit}" for c in self._changes()] if possible else []
+        return Attempt(tried=("nothing: mode `report` only explains" + ("; mode `fix` would try:" if words else ""), *words,
+                              *self.tried))
+
     def _first_plan(self) -> bool:
         """The first plan after the unchanged program failed, or before it is compiled; False if there is none."""
         diagnosis = self.first_diagnosis
@@ -173,12 +185,24 @@ class _Session:
                 self._note_stuck(fingerprint, step)
             elif isinstance(step, Decision) and step.changes:
                 self.plan[fingerprint] = step.changes
-        if any(isinstance(step, Stuck) and not self._unknown(f) for f, step in steps.items()):
-            return False
         for fingerprint, kernel in self.kernels.items():
             if fingerprint not in self.hints and self._unknown(fingerprint) and self._looks_too_large(kernel):
                 self._raise_to_capacity(fingerprint)
-        return True
+        stuck = {f for f, step in steps.items() if isinstance(step, Stuck) and not self._unknown(f)}
+        return not stuck or not self._hopeless(stuck)
+
+    def _hopeless(self, stuck: set[str]) -> bool:
+        """Whether kernels that nothing makes fit alone are what the program fails for.
+
+        Inside the program XLA may place their operands in VMEM, and then they fit as they are: it is another kernel that
+        failed, and the plan has a change for it.
+        """
+        if not self.plan:
+            return True
+        if self.first_diagnosis is None:
+            return False
+        blamed = named_by(self.first_diagnosis, self.builder)
+        return bool(stuck & blamed) if blamed else self.first_diagnosis.form != "limit"
 
     def _unknown(self, fingerprint: str) -> bool:
         """Whether nothing is known of the kernel's need: it cannot be probed, or the probe failed for another reason."""
