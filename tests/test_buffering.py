@@ -147,6 +147,7 @@ def test_one_buffer_alone_makes_the_kernel_fit_the_default_limit(name, chip):
     assert used == pytest.approx(change.data["expected_bytes"], abs=16 * SPILL_SLOT)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("chip", CHIPS)
 def test_each_window_gives_back_exactly_one_block(chip):
     program = lower(pages, i32(4), array(3, 256, 512), array(1024, 512), chip=chip)
@@ -178,6 +179,7 @@ def test_windows_of_20_mib_cannot_fit_v4_and_the_proposal_says_so():
     assert change.data["expected_bytes"] > chip.capacity_bytes
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_page_chosen_by_a_prefetched_scalar_alone_has_one_buffer_already(chip):
     program = lower(one_page, i32(1), array(3, 256, 512), array(1024, 512), chip=chip)
@@ -202,6 +204,7 @@ SMALL = {
 }
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("name", SMALL)
 def test_the_code_is_what_the_author_would_have_got_with_buffered_1(name):
     fun, arguments = SMALL[name]

@@ -148,6 +148,7 @@ def test_colors_alone_make_the_kernel_fit_the_default_limit(name, chip):
     assert used_by_kernels(program.compile_changed(with_changes(program, change))) == [change.data["expected_bytes"]]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_proposal_compiles_and_uses_what_it_says(chip):
     program = lower(sum_and_difference, array(640, 1024), array(640, 1024), chip=chip)

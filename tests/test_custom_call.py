@@ -11,6 +11,8 @@ from kernels_on_chips import MiB, add, add_in_place, array, copy_whole, lower, u
 from jax_vmem_guard import custom_call
 from jax_vmem_guard.chips import chip_named
 
+pytestmark = pytest.mark.compat
+
 X = array(1024, 1024)
 
 
