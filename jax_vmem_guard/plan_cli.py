@@ -18,6 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     plan = subparsers.add_parser("plan", help="look at, check or clean up a plan file",
                                  description="A plan file holds what the guard learned about kernels that ran out of "
                                              "VMEM. None of these commands needs a TPU or starts JAX.")
+    plan.set_defaults(run=run)
     actions = plan.add_subparsers(dest="plan_action", required=True, metavar="show|check|prune")
 
     show = actions.add_parser("show", help="list the outcomes")
@@ -105,7 +106,7 @@ def _print_entries(entries: Sequence[Entry]) -> None:
     header = ("kernel", "source", "chip", "jax", "libtpu", "outcome", "used", "changes")
     rows = [(e.kernel, e.source or "", e.environment.chip, e.environment.jax, e.environment.libtpu, e.outcome,
              "" if e.used_bytes is None else f"{e.used_bytes / _MIB:.2f} MiB",
-             "; ".join(f"{c.remedy}: {c.before} -> {c.after}" for c in e.changes) or e.reason or "") for e in entries]
+             "; ".join(f"{c.before} -> {c.after}" for c in e.changes) or e.reason or "") for e in entries]
     try:
         from rich import print as rich_print
         from rich.table import Table

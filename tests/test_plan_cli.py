@@ -1,19 +1,16 @@
 """`jax-vmem-guard plan`: show, check and prune, with exit codes that CI can use."""
 
-import argparse
 import builtins
 
 import pytest
 from test_plan_file import OLDER, V5E, V6E, failed, repaired
 
-from jax_vmem_guard import plan_cli
+from jax_vmem_guard import cli, plan_cli
 from jax_vmem_guard.plan_file import PlanFile
 
 
 def run(*arguments) -> int:
-    parser = argparse.ArgumentParser()
-    plan_cli.add_parser(parser.add_subparsers())
-    return plan_cli.run(parser.parse_args(["plan", *map(str, arguments)]))
+    return cli.main(["plan", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -33,7 +30,7 @@ def test_show_lists_outcomes_sizes_and_edits(path, capsys, monkeypatch, rich):
     PlanFile(path).record([repaired(kernel="my[kernel]"), failed()])
     assert run("show", path) == 0
     shown = capsys.readouterr().out
-    for fact in ("my[kernel]", "model.py:7", "24.00 MiB", "limit: limit 16.00 MiB (default) -> limit 24.00 MiB",
+    for fact in ("my[kernel]", "model.py:7", "24.00 MiB", "limit 16.00 MiB (default) -> limit 24.00 MiB",
                  "needs 200.00 MiB", "vmem_limit_bytes=25165824"):
         assert fact in shown
 
