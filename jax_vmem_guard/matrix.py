@@ -65,31 +65,33 @@ def remarks(rows: Iterable[Row], *, max_share: float | None = None) -> list[str]
                            *([f"  to keep: {row.edit}"] if row.edit else []),
                            *(f"  {line}" for line in (row.reason or "").splitlines() if line.strip())])
         if words:
-            said.setdefault(words, []).append(f"{row.kernel} on {row.topology}")
+            at = f" ({row.source})" if row.source else ""
+            said.setdefault(words, []).append(f"{row.kernel} on {row.topology}{at}")
     return [f"\n{', '.join(dict.fromkeys(who))}:\n{words}" for words, who in said.items()]
 
 
-def rich_table(rows: Sequence[Row], *, title: str, max_share: float | None = None, bar_width: int = 24) -> Any:
-    """The table with a bar per row, for `rich.console.Console.print`."""
+def rich_table(rows: Sequence[Row], *, title: str, width: int, max_share: float | None = None) -> Any:
+    """The table with a bar per row, for `rich.console.Console.print` on a console of `width` characters."""
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(title=title, title_justify="left")
     for heading in HEADINGS:
         drawn.add_column(heading, justify="right" if HEADINGS.index(heading) in _NUMBERS else "left",
-                         overflow="fold" if heading == "kernel" else "ellipsis")
-    drawn.add_column("of the chip")
+                         overflow="fold", no_wrap=heading != "kernel")
+    drawn.add_column("of the chip", no_wrap=True)
+    found = grouped(rows)
+    lines = [cells(row, max_share=max_share) for row in found]
+    # What the other columns and the frame take; bars get what is left.
+    taken = sum(max(len(line[column]) for line in (HEADINGS, *lines)) for column in range(len(HEADINGS))) + 25
+    bar_width = min(40, max(10, width - taken))
     previous = None
-    for row in grouped(rows):
-        kernel, *rest, verdict = cells(row, max_share=max_share)
+    for row, (kernel, *rest, verdict) in zip(found, lines, strict=True):
         key = (row.program, row.kernel, row.source)
         if previous not in (None, key):
             drawn.add_section()
-        name = Text("") if key == previous else Text(kernel)
-        if key != previous and row.source:
-            name.append(f"\n{row.source}", style="dim")
         style = "bold red" if exceeds(row, max_share) else _STYLES.get(row.verdict, "red")
-        drawn.add_row(name, *rest, Text(verdict, style=style), bar(row, bar_width))
+        drawn.add_row("" if key == previous else kernel, *rest, Text(verdict, style=style), bar(row, bar_width))
         previous = key
     return drawn
 

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_vmem_guard.matrix import plain_text, remarks, rich_table
+from jax_vmem_guard.matrix import plain_text, remarks, rich_table, table
 from jax_vmem_guard.rows import Row, exit_code, summary
 
 NOTHING = ("No TPU kernels were found. If the program picks its kernels by `jax.default_backend()`, it saw a CPU: let it "
            "take the TPU's way.")
+
+WIDE = 100
+"""Characters of a terminal from which the table with bars is readable; narrower ones, and files, get plain lines."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +75,11 @@ def _print(rows: Sequence[Row], options: argparse.Namespace, title: str) -> None
         print(title, plain_text(rows, max_share=options.max_share), summary(rows), sep="\n")
         return
     console = Console()
-    console.print(rich_table(rows, title=title, max_share=options.max_share))
+    if console.is_terminal and console.width >= WIDE:
+        console.print(rich_table(rows, title=title, width=console.width, max_share=options.max_share))
+    else:
+        for line in (title, *(line for line, _ in table(rows, max_share=options.max_share))):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     for remark in remarks(rows, max_share=options.max_share):
         console.print(remark, markup=False, highlight=False, soft_wrap=True)
     console.print(f"\n{summary(rows)}", markup=False, highlight=False, soft_wrap=True)
