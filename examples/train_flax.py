@@ -15,8 +15,8 @@ import optax
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
 
-VOCABULARY, LENGTH, HEADS, HEAD_DIM, BATCH = 64, 512, 2, 128, 8
-WIDTH = HEADS * HEAD_DIM
+VOCABULARY, WIDTH, LENGTH, HEADS, HEAD_DIM, BATCH = 64, 128, 512, 2, 128, 8
+ATTENTION = HEADS * HEAD_DIM
 BACK = 256
 BLOCKS = BlockSizes(
     block_q=LENGTH, block_k_major=LENGTH, block_k=LENGTH, block_b=BATCH,
@@ -26,13 +26,13 @@ BLOCKS = BlockSizes(
 
 class Attention(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
-        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.qkv = nnx.Linear(WIDTH, 3 * ATTENTION, rngs=rngs)
+        self.out = nnx.Linear(ATTENTION, WIDTH, rngs=rngs)
 
     def __call__(self, x):
         q, k, v = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:2], 3, HEADS, HEAD_DIM), (2, 3), (0, 2))
         attended = flash_attention(q, k, v, causal=True, sm_scale=HEAD_DIM**-0.5, block_sizes=BLOCKS)
-        return self.out(jnp.moveaxis(attended, 1, 2).reshape(x.shape))
+        return self.out(jnp.moveaxis(attended, 1, 2).reshape(*x.shape[:2], ATTENTION))
 
 
 class Transformer(nnx.Module):

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
 
-VOCABULARY, LENGTH, HEADS, HEAD_DIM, BATCH = 64, 256, 4, 128, 16
-WIDTH = HEADS * HEAD_DIM
+VOCABULARY, WIDTH, LENGTH, HEADS, HEAD_DIM, BATCH = 64, 128, 256, 4, 128, 16
+ATTENTION = HEADS * HEAD_DIM
 BLOCKS = BlockSizes(
     block_q=LENGTH, block_k_major=LENGTH, block_k=LENGTH, block_b=BATCH,
     block_q_major_dkv=LENGTH, block_k_major_dkv=LENGTH, block_k_dkv=LENGTH, block_q_dkv=LENGTH,
@@ -28,7 +28,7 @@ def init(key):
     def matrix(rows, columns):
         return jax.random.normal(next(keys), (rows, columns)) * rows**-0.5
 
-    return {"embed": matrix(VOCABULARY, WIDTH), "qkv": matrix(WIDTH, 3 * WIDTH), "out": matrix(WIDTH, WIDTH),
+    return {"embed": matrix(VOCABULARY, WIDTH), "qkv": matrix(WIDTH, 3 * ATTENTION), "out": matrix(ATTENTION, WIDTH),
             "mlp": matrix(WIDTH, WIDTH), "logits": matrix(WIDTH, VOCABULARY)}
 
 
@@ -41,7 +41,7 @@ def forward(params, tokens):
     qkv = (normalize(x) @ params["qkv"]).reshape(*tokens.shape, 3, HEADS, HEAD_DIM)
     q, k, v = jnp.moveaxis(qkv, (2, 3), (0, 2))  # each [batch, heads, length, head_dim]
     attended = flash_attention(q, k, v, causal=True, sm_scale=HEAD_DIM**-0.5, block_sizes=BLOCKS)
-    x = x + jnp.moveaxis(attended, 1, 2).reshape(x.shape) @ params["out"]
+    x = x + jnp.moveaxis(attended, 1, 2).reshape(*tokens.shape, ATTENTION) @ params["out"]
     x = x + jax.nn.gelu(normalize(x) @ params["mlp"])
     return normalize(x) @ params["logits"]
 
