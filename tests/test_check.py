@@ -19,6 +19,7 @@ def checked(target, **options):
     return check(fun, *args, **options)
 
 
+@pytest.mark.compat
 def test_a_kernel_that_fits_needs_what_its_blocks_take():
     """A program that fits as it is: need measured by the compiler, limit by default, nothing changed."""
     (row,) = checked(targets.small, topology="v5e").rows
@@ -38,6 +39,7 @@ def test_the_same_kernel_has_its_verdict_on_each_chip(chip, verdict):
         assert row.need_bytes <= row.limit_bytes <= 1.1 * row.need_bytes or verdict == FITS
 
 
+@pytest.mark.compat
 def test_what_does_not_fit_says_why_and_keeps_the_compilers_error():
     """The verdict has the guard's reason; the exception is the compiler's own."""
     result = checked(targets.large, topology="v4", policy=Policy(remedies=("limit",)))
@@ -79,6 +81,7 @@ def test_agrees_with_compiling_by_hand():
         assert (row.need_bytes, row.verdict) == (instruction.used_bytes, FITS)
 
 
+@pytest.mark.compat
 def test_get_tpu_info_describes_the_chip_it_is_compiled_for():
     """A kernel that asks the chip gets another answer on another chip, also in one process and for one function."""
     fun, args = targets.asks_the_chip()
@@ -87,6 +90,7 @@ def test_get_tpu_info_describes_the_chip_it_is_compiled_for():
     assert windows["v5e"] == 2 * windows["v5p"] == 8 * windows["v4"]
 
 
+@pytest.mark.compat
 def test_a_kernel_written_for_interpret_mode_is_compiled_for_real():
     """`interpret=True` says where it runs, not whether it fits."""
     (row,) = checked(targets.interpreted, topology="v5e").rows
@@ -157,6 +161,7 @@ def test_an_unknown_topology_is_named_with_ones_that_work(topology, words):
         checked(targets.small, topology=topology)
 
 
+@pytest.mark.compat
 def test_a_mesh_without_devices_is_laid_over_the_chips():
     """Arguments placed on an `AbstractMesh` are placed on the topology."""
     assert checked(targets.sharded_abstractly, topology="v5e:2x2").fits

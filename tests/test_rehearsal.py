@@ -26,6 +26,7 @@ def verdicts(rehearsal):
     return [(row.kernel, row.verdict) for row in rehearsal.rows]
 
 
+@pytest.mark.compat
 def test_a_kernel_runs_here_and_is_compiled_for_there():
     """The result is the kernel's, and the row is the chip's."""
     with rehearse("v5e") as rehearsal:
@@ -35,6 +36,7 @@ def test_a_kernel_runs_here_and_is_compiled_for_there():
     assert rehearsal.exit_code() == 0
 
 
+@pytest.mark.compat
 def test_what_needs_repair_is_repaired_there_and_still_runs_here():
     """32 MiB of windows on v5e: the guard's repair is in the row; v4 has not enough."""
     x = jnp.ones((4096, 1024))
@@ -57,6 +59,7 @@ def test_zeros_gives_shapes_and_runs_no_kernel():
     assert verdicts(rehearsal) == [("scale", FITS)] * 2
 
 
+@pytest.mark.compat
 def test_functions_jitted_and_compiled_before_are_seen():
     """A function that was called before the rehearsal is rehearsed too, and is as before after it."""
 
@@ -72,6 +75,7 @@ def test_functions_jitted_and_compiled_before_are_seen():
     np.testing.assert_array_equal(fun(x), before)
 
 
+@pytest.mark.compat
 def test_afterwards_nothing_is_left():
     """Kernels do not run here any more, nothing knows a chip, and nothing is patched."""
     jitted = jax.jit(lambda x: targets.scale(x, 16))
@@ -87,6 +91,7 @@ def test_afterwards_nothing_is_left():
     assert not hook.lowering_detours
 
 
+@pytest.mark.compat
 def test_compiler_options_are_for_there():
     """Options of `jax.jit` and of `compile` reach the topology's compiler; this machine's would refuse them."""
     x = jnp.ones((4096, 1024))
@@ -107,6 +112,7 @@ def test_lowering_alone_compiles_nothing():
     assert rehearsal.rows == ()
 
 
+@pytest.mark.compat
 def test_programs_without_kernels_are_left_alone():
     """They are not compiled for the topology, and host callbacks of the others run here."""
     said = []
