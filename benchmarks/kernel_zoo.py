@@ -245,6 +245,364 @@ def matmul_bias_gelu(rows: int, k: int, columns: int = 512) -> Any:
     return fun, [((2048, 4096), bf16), ((4096, 2048), bf16), ((1, 2048), f32)]
 
 
+@family({"rows": 128}, {"rows": 256}, {"rows": 512, "columns": 1024})
+def residual_norm(rows: int, columns: int = 2048) -> Any:
+    """The sum of two inputs and its norm, both stored."""
+    def body(x, r, w, total, normal):
+        v = x[...].astype(f32) + r[...].astype(f32)
+        total[...] = v.astype(bf16)
+        normal[...] = (v * lax.rsqrt((v * v).mean(-1, keepdims=True) + 1e-6) * w[...]).astype(bf16)
+
+    def fun(x, r, w):
+        return call(body, (struct(x.shape, bf16),) * 2, (x.shape[0] // rows,),
+                    [rows_of(rows, columns)] * 2 + [whole(1, columns)], [rows_of(rows, columns)] * 2)(x, r, w)
+    return fun, [((4096, columns), bf16), ((4096, columns), bf16), ((1, columns), f32)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512})
+def softmax_two_results(rows: int, columns: int = 1024) -> Any:
+    def body(x, p, lse):
+        v = x[...].astype(f32)
+        top = v.max(-1, keepdims=True)
+        e = jnp.exp(v - top)
+        total = e.sum(-1, keepdims=True)
+        p[...] = (e / total).astype(bf16)
+        lse[...] = top + jnp.log(total)
+
+    def fun(x):
+        return call(body, (struct(x.shape, bf16), struct((x.shape[0], 1), f32)), (x.shape[0] // rows,),
+                    [rows_of(rows, columns)], [rows_of(rows, columns), rows_of(rows, 1)])(x)
+    return fun, [((4096, columns), bf16)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512, "columns": 512})
+def token_shift(rows: int, columns: int = 1024) -> Any:
+    """Each row mixed with the one before it, gated."""
+    def body(x, w, o):
+        v = x[...].astype(f32)
+        before = jnp.where(lax.broadcasted_iota(i32, v.shape, 0) == 0, 0.0, pltpu.roll(v, 1, 0))
+        mixed = v + (before - v) * w[...]
+        o[...] = (mixed * jax.nn.sigmoid(mixed)).astype(bf16)
+
+    def fun(x, w):
+        return call(body, struct(x.shape, bf16), (x.shape[0] // rows,), [rows_of(rows, columns), whole(1, columns)],
+                    rows_of(rows, columns))(x, w)
+    return fun, [((4096, columns), bf16), ((1, columns), f32)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512})
+def retention(rows: int, depth: int = 128, length: int = 2048) -> Any:
+    """Scores weighted by a decay that is computed from positions, then summed over values."""
+    def body(q, k, v, o):
+        i = lax.broadcasted_iota(i32, (rows, rows), 0) - lax.broadcasted_iota(i32, (rows, rows), 1)
+        weight = jnp.where(i >= 0, jnp.exp(i.astype(f32) * -0.03), 0.0)
+        o[0] = dot((dot(q[0], k[0], (1, 1)) * weight).astype(bf16), v[0]).astype(bf16)
+
+    def fun(q, k, v):
+        block = pl.BlockSpec((1, rows, depth), lambda h, i: (h, i, 0))
+        return call(body, struct(q.shape, bf16), (q.shape[0], length // rows), [block] * 3, block)(q, k, v)
+    return fun, [((4, length, depth), bf16)] * 3
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512})
+def layernorm_matmul(rows: int, columns: int = 512, depth: int = 1024) -> Any:
+    def body(x, g, w, o):
+        v = x[...].astype(f32)
+        v = v - v.mean(-1, keepdims=True)
+        normal = v * lax.rsqrt((v * v).mean(-1, keepdims=True) + 1e-6) * g[...]
+        o[...] = dot(normal.astype(bf16), w[...]).astype(bf16)
+
+    def fun(x, g, w):
+        return call(body, struct((2048, 2048), bf16), (2048 // rows, 2048 // columns),
+                    [pl.BlockSpec((rows, depth), lambda i, j: (i, 0)), whole(1, depth),
+                     pl.BlockSpec((depth, columns), lambda i, j: (0, j))],
+                    pl.BlockSpec((rows, columns), lambda i, j: (i, j)))(x, g, w)
+    return fun, [((2048, depth), bf16), ((1, depth), f32), ((depth, 2048), bf16)]
+
+
+@family({"rows": 128, "columns": 256}, {"rows": 256, "columns": 512}, {"rows": 512, "columns": 256})
+def int8_matmul(rows: int, columns: int, depth: int = 1024) -> Any:
+    """int8 weights made bf16 on the way, one scale for each column, after the sum."""
+    def body(x, w, s, o):
+        o[...] = (dot(x[...], w[...].astype(bf16)) * s[...]).astype(bf16)
+
+    def fun(x, w, s):
+        return call(body, struct((1024, 2048), bf16), (1024 // rows, 2048 // columns),
+                    [pl.BlockSpec((rows, depth), lambda i, j: (i, 0)),
+                     pl.BlockSpec((depth, columns), lambda i, j: (0, j)),
+                     pl.BlockSpec((1, columns), lambda i, j: (0, j))],
+                    pl.BlockSpec((rows, columns), lambda i, j: (i, j)))(x, w, s)
+    return fun, [((1024, depth), bf16), ((depth, 2048), i8), ((1, 2048), f32)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 256, "columns": 1024})
+def three_best(rows: int, columns: int = 512) -> Any:
+    """The three largest of each row, one after the other."""
+    def body(x, o):
+        v = x[...]
+        best = []
+        for _ in range(3):
+            top = v.max(-1, keepdims=True)
+            best.append(top)
+            v = jnp.where(v == top, -jnp.inf, v)
+        o[...] = jnp.concatenate(best + [best[-1]], -1)
+
+    def fun(x):
+        return call(body, struct((4096, 4), f32), (4096 // rows,), [rows_of(rows, columns)], rows_of(rows, 4))(x)
+    return fun, [((4096, columns), f32)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512})
+def adamw(rows: int, columns: int = 1024) -> Any:
+    """bf16 parameters, f32 moments, three results."""
+    def body(p, g, m, v, p_out, m_out, v_out):
+        grad = g[...].astype(f32)
+        first = 0.9 * m[...] + 0.1 * grad
+        second = 0.99 * v[...] + 0.01 * grad * grad
+        p_out[...] = (p[...].astype(f32) * 0.999 - 1e-3 * first * lax.rsqrt(second + 1e-8)).astype(bf16)
+        m_out[...] = first
+        v_out[...] = second
+
+    def fun(p, g, m, v):
+        block = rows_of(rows, columns)
+        return call(body, (struct(p.shape, bf16), struct(p.shape, f32), struct(p.shape, f32)), (p.shape[0] // rows,),
+                    [block] * 4, [block] * 3)(p, g, m, v)
+    return fun, [((4096, columns), bf16), ((4096, columns), bf16), ((4096, columns), f32), ((4096, columns), f32)]
+
+
+@family({"rows": 128, "columns": 512}, {"rows": 256, "columns": 1024}, {"rows": 512, "columns": 512})
+def capped_attention(rows: int, columns: int, depth: int = 128) -> Any:
+    """All keys at once: capped scores, a bias by distance, softmax."""
+    def body(q, k, v, o):
+        s = 20.0 * jnp.tanh(dot(q[0], k[0], (1, 1)) * 0.05)
+        far = (lax.broadcasted_iota(i32, s.shape, 0) - lax.broadcasted_iota(i32, s.shape, 1)).astype(f32)
+        s = s - 0.02 * jnp.abs(far)
+        p = jnp.exp(s - s.max(-1, keepdims=True))
+        o[0] = (dot(p.astype(bf16), v[0]) / p.sum(-1, keepdims=True)).astype(bf16)
+
+    def fun(q, k, v):
+        block = pl.BlockSpec((1, rows, depth), lambda h, i: (h, i, 0))
+        keys = pl.BlockSpec((1, columns, depth), lambda h, i: (h, 0, 0))
+        return call(body, struct(q.shape, bf16), (q.shape[0], 1024 // rows), [block, keys, keys], block)(q, k, v)
+    return fun, [((2, 1024, depth), bf16), ((2, columns, depth), bf16), ((2, columns, depth), bf16)]
+
+
+@family({"rows": 128, "columns": 256}, {"rows": 256, "columns": 512}, {"rows": 512, "columns": 512})
+def gated_matmul(rows: int, columns: int, depth: int = 1024) -> Any:
+    def body(x, gate, up, o):
+        o[...] = (jax.nn.gelu(dot(x[...], gate[...])) * dot(x[...], up[...])).astype(bf16)
+
+    def fun(x, gate, up):
+        weights = pl.BlockSpec((depth, columns), lambda i, j: (0, j))
+        return call(body, struct((2048, 2048), bf16), (2048 // rows, 2048 // columns),
+                    [pl.BlockSpec((rows, depth), lambda i, j: (i, 0)), weights, weights],
+                    pl.BlockSpec((rows, columns), lambda i, j: (i, j)))(x, gate, up)
+    return fun, [((2048, depth), bf16), ((depth, 2048), bf16), ((depth, 2048), bf16)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 256, "columns": 1024})
+def matmul_softmax(rows: int, columns: int = 512, depth: int = 512) -> Any:
+    def body(x, w, o):
+        o[...] = jax.nn.softmax(dot(x[...], w[...]), axis=-1).astype(bf16)
+
+    def fun(x, w):
+        return call(body, struct((2048, columns), bf16), (2048 // rows,), [rows_of(rows, depth), whole(depth, columns)],
+                    rows_of(rows, columns))(x, w)
+    return fun, [((2048, depth), bf16), ((depth, columns), bf16)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512, "columns": 512})
+def running_logsumexp(rows: int, columns: int = 1024) -> Any:
+    """Over blocks of columns, the running maximum and sum in scratch."""
+    def body(x, o, top, total):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            top[...] = jnp.full_like(top, -1e30)
+            total[...] = jnp.zeros_like(total)
+        v = x[...].astype(f32)
+        best = jnp.maximum(top[...], v.max(-1, keepdims=True))
+        total[...] = total[...] * jnp.exp(top[...] - best) + jnp.exp(v - best).sum(-1, keepdims=True)
+        top[...] = best
+
+        @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+        def _():
+            o[...] = top[...] + jnp.log(total[...])
+
+    def fun(x):
+        return call(body, struct((2048, 1), f32), (2048 // rows, 8192 // columns),
+                    [pl.BlockSpec((rows, columns), lambda i, j: (i, j))], pl.BlockSpec((rows, 1), lambda i, j: (i, 0)),
+                    [pltpu.VMEM((rows, 1), f32)] * 2)(x)
+    return fun, [((2048, 8192), bf16)]
+
+
+@family({"batch": 2, "rows": 128}, {"batch": 4, "rows": 256}, {"batch": 8, "rows": 128})
+def batched_attention(batch: int, rows: int, depth: int = 64) -> Any:
+    def body(q, k, v, o):
+        s = jnp.einsum("bqd,bkd->bqk", q[...], k[...], preferred_element_type=f32)
+        p = jax.nn.softmax(s * 0.125, axis=-1).astype(bf16)
+        o[...] = jnp.einsum("bqk,bkd->bqd", p, v[...], preferred_element_type=f32).astype(bf16)
+
+    def fun(q, k, v):
+        return call(body, struct(q.shape, bf16), (q.shape[0] // batch,), [rows_of(batch, rows, depth)] * 3,
+                    rows_of(batch, rows, depth))(q, k, v)
+    return fun, [((32, rows, depth), bf16)] * 3
+
+
+@family({"rows": 256, "kv": 256}, {"rows": 512, "kv": 256}, {"rows": 512, "kv": 512})
+def outer_products(rows: int, kv: int, depth: int = 128) -> Any:
+    """Weights of a softmax turned around and applied to two operands: what a backward pass does."""
+    def body(q, k, g, dk, dv):
+        p = jnp.exp(dot(q[0], k[0], (1, 1)) * 0.1)
+        dv[0] = dot(p.astype(bf16), g[0], (0, 0)).astype(bf16)
+        ds = p * (p - p.sum(-1, keepdims=True))
+        dk[0] = dot(ds.astype(bf16), q[0], (0, 0)).astype(bf16)
+
+    def fun(q, k, g):
+        block = pl.BlockSpec((1, rows, depth), lambda h: (h, 0, 0))
+        keys = pl.BlockSpec((1, kv, depth), lambda h: (h, 0, 0))
+        return call(body, (struct(k.shape, bf16),) * 2, (q.shape[0],), [block, keys, block], [keys, keys])(q, k, g)
+    return fun, [((4, rows, depth), bf16), ((4, kv, depth), bf16), ((4, rows, depth), bf16)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512})
+def row_statistics(rows: int, columns: int = 1024) -> Any:
+    """Mean, variance, extremes of each row and the standardised rows."""
+    def body(x, stats, o):
+        v = x[...].astype(f32)
+        mean = v.mean(-1, keepdims=True)
+        variance = ((v - mean) ** 2).mean(-1, keepdims=True)
+        top, low = v.max(-1, keepdims=True), v.min(-1, keepdims=True)
+        stats[...] = jnp.concatenate([mean, variance, top, low], -1)
+        o[...] = ((v - mean) / (jnp.sqrt(variance) + 1e-3)).astype(bf16)
+
+    def fun(x):
+        return call(body, (struct((x.shape[0], 4), f32), struct(x.shape, bf16)), (x.shape[0] // rows,),
+                    [rows_of(rows, columns)], [rows_of(rows, 4), rows_of(rows, columns)])(x)
+    return fun, [((4096, columns), bf16)]
+
+
+@family({"rows": 64}, {"rows": 128}, {"rows": 256, "columns": 512})
+def lane_stencil(rows: int, columns: int = 1024) -> Any:
+    """Five neighbours along a row, weighted by one number each, after a square root."""
+    def body(x, w, o):
+        v = jnp.sqrt(jnp.abs(x[...].astype(f32)))
+        total = v * w[0, 0]
+        for shift in (1, 2, columns - 1, columns - 2):
+            total += pltpu.roll(v, shift, 1) * w[0, shift % 7]
+        o[...] = total.astype(bf16)
+
+    def fun(x, w):
+        return call(body, struct(x.shape, bf16), (x.shape[0] // rows,),
+                    [rows_of(rows, columns), pl.BlockSpec(memory_space=pltpu.SMEM)], rows_of(rows, columns))(x, w)
+    return fun, [((4096, columns), bf16), ((1, 8), f32)]
+
+
+@family({"rows": 128, "parts": 2}, {"rows": 256, "parts": 4}, {"rows": 256, "parts": 8, "columns": 512})
+def split_sum_matmul(rows: int, parts: int, columns: int = 256, depth: int = 2048) -> Any:
+    """A matmul in parts along the contraction, each part scaled by its own row of numbers."""
+    def body(x, w, s, o):
+        step = depth // parts
+        total = jnp.zeros(o.shape, f32)
+        for i in range(parts):
+            part = slice(i * step, (i + 1) * step)
+            total += dot(x[:, part], w[part, :]) * s[i:i + 1, :]
+        o[...] = total.astype(bf16)
+
+    def fun(x, w, s):
+        return call(body, struct((1024, 2048), bf16), (1024 // rows, 2048 // columns),
+                    [pl.BlockSpec((rows, depth), lambda i, j: (i, 0)),
+                     pl.BlockSpec((depth, columns), lambda i, j: (0, j)),
+                     pl.BlockSpec((8, columns), lambda i, j: (0, j))],
+                    pl.BlockSpec((rows, columns), lambda i, j: (i, j)))(x, w, s)
+    return fun, [((1024, depth), bf16), ((depth, 2048), bf16), ((8, 2048), f32)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512, "columns": 512})
+def block_scaled(rows: int, columns: int = 1024) -> Any:
+    """A whole block scaled by its own largest value, and that value."""
+    def body(x, o, s):
+        v = x[...].astype(f32) * 0.5
+        top = jnp.abs(v).max()
+        s[...] = jnp.full(s.shape, top, f32)
+        o[...] = (v / top + v * v).astype(bf16)
+
+    def fun(x):
+        steps = x.shape[0] // rows
+        return call(body, (struct(x.shape, bf16), struct((steps * 8, 128), f32)), (steps,), [rows_of(rows, columns)],
+                    [rows_of(rows, columns), rows_of(8, 128)])(x)
+    return fun, [((4096, columns), bf16)]
+
+
+@family({"batch": 2, "rows": 128}, {"batch": 4, "rows": 256}, {"batch": 4, "rows": 512, "columns": 256})
+def batched_linear(batch: int, rows: int, columns: int = 512, depth: int = 256) -> Any:
+    def body(x, w, b, o):
+        y = jnp.einsum("bmk,bkn->bmn", x[...], w[...], preferred_element_type=f32) + b[...]
+        o[...] = jax.nn.relu(y).astype(bf16)
+
+    def fun(x, w, b):
+        return call(body, struct((16, 1024, columns), bf16), (16 // batch, 1024 // rows),
+                    [pl.BlockSpec((batch, rows, depth), lambda e, i: (e, i, 0)),
+                     pl.BlockSpec((batch, depth, columns), lambda e, i: (e, 0, 0)),
+                     pl.BlockSpec((batch, 1, columns), lambda e, i: (e, 0, 0))],
+                    pl.BlockSpec((batch, rows, columns), lambda e, i: (e, i, 0)))(x, w, b)
+    return fun, [((16, 1024, depth), bf16), ((16, depth, columns), bf16), ((16, 1, columns), f32)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 256, "depth": 512})
+def resident_mlp(rows: int, depth: int = 1024, hidden: int = 1024) -> Any:
+    """Weights in VMEM for all steps, a smooth activation between two matmuls."""
+    def body(x, up, bias, down, o):
+        h = jax.nn.silu(dot(x[...], up[...]) + bias[...]).astype(bf16)
+        o[...] = dot(h, down[...]).astype(bf16)
+
+    def fun(x, up, bias, down):
+        return call(body, struct(x.shape, bf16), (x.shape[0] // rows,), [rows_of(rows, depth), whole(depth, hidden),
+                    whole(1, hidden), whole(hidden, depth)], rows_of(rows, depth))(x, up, bias, down)
+    return fun, [((4096, depth), bf16), ((depth, hidden), bf16), ((1, hidden), f32), ((hidden, depth), bf16)]
+
+
+@family({"rows": 128, "kv": 256}, {"rows": 256, "kv": 512}, {"rows": 512, "kv": 512})
+def sigmoid_attention(rows: int, kv: int, length: int = 2048, depth: int = 128) -> Any:
+    """Scores through a sigmoid with a causal mask, summed over a grid axis in scratch."""
+    def body(q, k, v, o, acc):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            acc[...] = jnp.zeros_like(acc)
+        s = dot(q[0], k[0], (1, 1)) * 0.088
+        row = lax.broadcasted_iota(i32, s.shape, 0) + pl.program_id(1) * rows
+        column = lax.broadcasted_iota(i32, s.shape, 1) + pl.program_id(2) * kv
+        p = jnp.where(row >= column, jax.nn.sigmoid(s - 2.0), 0.0)
+        acc[...] += dot(p.astype(bf16), v[0])
+
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def _():
+            o[0] = acc[...].astype(bf16)
+
+    def fun(q, k, v):
+        across = pl.BlockSpec((1, rows, depth), lambda h, i, j: (h, i, 0))
+        along = pl.BlockSpec((1, kv, depth), lambda h, i, j: (h, j, 0))
+        return call(body, struct(q.shape, bf16), (q.shape[0], length // rows, length // kv), [across, along, along],
+                    across, [pltpu.VMEM((rows, depth), f32)])(q, k, v)
+    return fun, [((2, length, depth), bf16)] * 3
+
+
+@family({"rows": 256, "columns": 128}, {"rows": 512, "columns": 256}, {"rows": 512, "columns": 512})
+def head_statistics(rows: int, columns: int, depth: int = 512) -> Any:
+    """Logits of one block, their maximum, sum of exponentials and the chosen one, kept as columns."""
+    def body(x, w, y, top, total, chosen):
+        logits = dot(x[...], w[...])
+        best = logits.max(-1, keepdims=True)
+        top[...] = best
+        total[...] = jnp.exp(logits - best).sum(-1, keepdims=True)
+        at = lax.broadcasted_iota(i32, logits.shape, 1)
+        chosen[...] = jnp.where(at == y[...], logits, 0.0).sum(-1, keepdims=True)
+
+    def fun(x, w, y):
+        return call(body, (struct((2048, 1), f32),) * 3, (2048 // rows,),
+                    [rows_of(rows, depth), whole(depth, columns), rows_of(rows, 1)], [rows_of(rows, 1)] * 3)(x, w, y)
+    return fun, [((2048, depth), bf16), ((depth, columns), bf16), ((2048, 1), i32)]
+
+
 # ---- held back
 
 

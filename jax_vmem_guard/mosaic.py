@@ -204,13 +204,22 @@ def read_ref(type_: Any) -> Ref:
         memref = ir.MemRefType(type_)
     except (ValueError, TypeError):
         return Ref(shape=(), dtype=str(type_), memory_space="none")
-    space = re.search(r"memory_space<(\w+)>", str(memref.memory_space))
-    word = space.group(1) if space else "any"
-    return Ref(
-        shape=tuple(memref.shape),
-        dtype=str(memref.element_type),
-        memory_space="semaphore" if word == "semaphore_mem" else word,
-    )
+    return Ref(shape=tuple(memref.shape), dtype=str(memref.element_type), memory_space=_space(str(memref.memory_space)))
+
+
+def ref_of_text(text: str) -> Ref:
+    """The same from the type as MLIR prints it: "memref<256x512xf32, #tpu.memory_space<vmem>>"."""
+    memref = re.match(r"memref<((?:[\d?]+x)*)([^,>]+)", text)
+    if memref is None:
+        return Ref(shape=(), dtype=text, memory_space="none")
+    shape = tuple(DYNAMIC if d == "?" else int(d) for d in memref.group(1).split("x") if d)
+    return Ref(shape=shape, dtype=memref.group(2), memory_space=_space(text))
+
+
+def _space(text: str) -> str:
+    found = re.search(r"memory_space<(\w+)>", text)
+    word = found.group(1) if found else "any"
+    return "semaphore" if word == "semaphore_mem" else word
 
 
 def _alloca_chains(region: Any, outer: tuple[Ref, ...]) -> list[tuple[Ref, ...]]:
