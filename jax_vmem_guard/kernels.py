@@ -162,6 +162,8 @@ def _record(
     out_colors = {
         int((c.get("shape_index") or [0])[0]): int(c["color"]) for c in call.get("output_memory_space_colors", ())
     }
+    # jax 0.8 and 0.9 write one number for each result, -1 for none.
+    out_colors |= {i: int(c) for i, c in enumerate(call.get("output_memory_colors", ())) if int(c) >= 0}
     return Kernel(
         ordinal=ordinal,
         fingerprint=_fingerprint(config, call, code, aliasing, types),

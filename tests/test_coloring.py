@@ -99,6 +99,15 @@ def test_what_would_not_fit_the_chip_together_is_not_proposed():
     assert propose(only_kernel(lower(copy_whole, array(9216, 1024), chip="tpu7x")), TPU7X) == ()
 
 
+def test_a_result_that_leaves_no_room_for_the_copy_out_is_not_proposed():
+    # The copy follows the default limit of 32 MiB; 36 MiB beside it are more than tpu7x has.
+    kernel = only_kernel(lower(copy_whole, array(9216, 1024), chip="tpu7x"))
+    read_in_blocks = dataclasses.replace(kernel, windows=kernel.windows[1:])
+    assert propose(read_in_blocks, TPU7X, need=37 * MiB) == ()
+    on_v6e = propose(read_in_blocks, chip_named("v6e"), need=37 * MiB)
+    assert [c.data["outputs"] for c in on_v6e] == [[0]]
+
+
 def test_what_the_author_colored_counts_against_the_room_and_is_not_colored_again():
     kernel = dataclasses.replace(only_kernel(lower(add_whole, array(4096, 1024), array(4096, 1024), chip="tpu7x")),
                                  input_colors={0: 1})

@@ -8,6 +8,7 @@ Measured with libtpu 0.0.30 to 0.0.52 on v5e, v5p, v6e and tpu7x:
 
 * What is colored and the kernel's scoped limit (not only its need) must fit the chip together, to the byte. So the
   change also holds the limit down to what the colored arrays leave.
+* A colored result is copied out by an instruction that follows the default limit: beside that it must fit too.
 * On v2, v3 and v4 the compiler refuses the color ("Invalid memory space: 1").
 * Coloring an operand that the kernel writes its result over (`input_output_aliases`) can abort the compiler, and the
   process with it. Neither side of such a pair is touched.
@@ -77,7 +78,7 @@ def propose(kernel: Kernel, *, need_bytes: int, target_bytes: int, chip: Chip, p
         return ()
     room = chip.capacity_bytes - _colored_already(kernel, chip)
     fitting = [chosen for chosen in _choices(tuple(candidates(kernel, chip)), need_bytes - target_bytes)
-               if need_bytes - _saved(chosen) <= room - _placed(chosen)]
+               if need_bytes - _saved(chosen) <= room - _placed(chosen) and _can_leave(chosen, chip)]
     sufficient = [chosen for chosen in fitting if need_bytes - _saved(chosen) <= target_bytes]
     return tuple(_change(kernel, chosen, need_bytes, room - _placed(chosen), chip)
                  for chosen in sufficient or fitting[-1:])
@@ -136,6 +137,12 @@ def _saved(chosen: Sequence[Candidate]) -> int:
 
 def _placed(chosen: Sequence[Candidate]) -> int:
     return sum(c.array_bytes for c in chosen)
+
+
+def _can_leave(chosen: Sequence[Candidate], chip: Chip) -> bool:
+    """Whether the results fit beside the instruction that copies them out."""
+    results = _placed([c for c in chosen if c.window.role == "output"])
+    return results == 0 or results + chip.default_limit_bytes <= chip.capacity_bytes
 
 
 def _whole(window: Window) -> bool:
