@@ -138,7 +138,9 @@ class _Counsel:
         return attempt.executable
 
     def _recollect(self) -> Recollection:
-        return self._memory.recollect() if self._memory is not None else Recollection()
+        if self._memory is None or self._policy.mode != "fix":
+            return Recollection()
+        return self._memory.recollect()
 
     def _safely(self, question: Callable[[], Any], otherwise: Any) -> Any:
         """An answer, or `otherwise` where the guard itself is at fault: then the compiler decides."""

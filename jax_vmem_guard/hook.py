@@ -23,10 +23,14 @@ class GuardedName(str):
     """
 
     policy: Policy
+    #: Some marked function of this process has a plan file.
+    any_plan_file = False
 
     def __new__(cls, name: str, policy: Policy) -> GuardedName:
         marked = super().__new__(cls, name)
         marked.policy = policy
+        if policy.plan_file is not None:
+            cls.any_plan_file = True
         return marked
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -168,6 +172,10 @@ def _policy_of(lowering: _jax.Lowering | None) -> Policy | None:
     """The policy of a whole program: its own mark, or the process's."""
     if lowering is not None and isinstance(lowering.fun_name, GuardedName):
         return lowering.fun_name.policy
+    if _installed is None and GuardedName.any_plan_file:
+        # What is remembered of a marked function inside has to be known before the first compile.
+        inside = _policy_inside(lowering)
+        return inside if inside is not None and inside.plan_file is not None else None
     return _installed
 
 

@@ -216,6 +216,14 @@ def test_an_entry_that_no_longer_helps_is_replaced(guarded, path, warnings):
     assert compiles_of(too_large, array(), array())[:2] == (1, 0)
 
 
+def test_a_marked_function_inside_a_plain_jit_remembers_too(path):
+    """Its plan file counts for the program around it: one compile the second time."""
+    inner = vmem_guard.jit(lambda x, y: too_large(x, y), policy=vmem_guard.Policy(plan_file=str(path), ahead="never"))
+    counts = [compiles_of(lambda x, y: inner(x, y), array(), array())[0] for _ in range(2)]
+    vmem_guard.uninstall()
+    assert counts == [2, 1]
+
+
 @pytest.mark.parametrize("content", [b"{", b'{"format": 99, "entries": []}'])
 def test_a_file_that_cannot_be_used_does_not_stop_the_repair(guarded, path, content):
     """The program compiles all the same, and a new file holds what was learned."""
