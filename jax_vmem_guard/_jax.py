@@ -608,10 +608,14 @@ def lower_equation(equation: Any, device: Any) -> Any:
 
 
 def name_of(fun: Any) -> str:
-    """The name JAX gives a program made from `fun` (`jax._src.util.fun_name`, 0.8.1 to 0.12.0)."""
+    """The name JAX gives a program made from `fun` (`jax._src.util.fun_name`, 0.8.1 to 0.12.0).
+
+    jax 0.8 and 0.9 ask with a default of its own for callables that have no name.
+    """
     from jax._src import util
 
-    return str(_require(util, "fun_name")(fun))
+    default = ("<unnamed wrapped function>",) if jax.__version_info__ < (0, 10) else ()
+    return str(_require(util, "fun_name")(fun, *default))
 
 
 
