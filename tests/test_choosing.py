@@ -3,6 +3,7 @@
 import jax
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from kernels_on_chips import MiB, add, array, device, used_by_kernels
 from kernels_that_need_less import BUFFERED, COLORED, weight_kept, wide
 
@@ -97,3 +98,19 @@ def test_colors_that_find_no_place_in_the_program_are_taken_back_and_the_first_e
     assert "output 0 (f32[7168x1024]) in VMEM placed by XLA" in notes and "alternate memory" in notes
     _, repairs = compiled(written_whole, array(7168, 1024), chip="tpu7x", remedies=("coloring",))
     assert [c.remedy for c in repairs[0].changes] == ["coloring"]
+
+
+def test_a_program_whose_author_pinned_too_much_says_so_and_names_the_buffer():
+    def pinned(x):
+        spec = pl.BlockSpec((256, 1024), lambda i: (i, 0))
+
+        def double(x_ref, o_ref):
+            o_ref[...] = x_ref[...] * 2
+
+        return pl.pallas_call(double, grid=(x.shape[0] // 256,), in_specs=[spec], out_specs=spec,
+                              out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(
+                                  pltpu.with_memory_space_constraint(x, pltpu.VMEM))
+
+    with pytest.raises(Exception, match="Too many buffers are colored") as failure:
+        compiled(pinned, array(156 * 256, 1024), chip="v5e")
+    assert "Memory coloring (pinning to VMEM): `x.1`" in "\n".join(failure.value.__notes__)
