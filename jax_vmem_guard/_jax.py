@@ -607,15 +607,16 @@ def lower_equation(equation: Any, device: Any) -> Any:
     return jax.jit(alone).lower(*arguments).compiler_ir("stablehlo")
 
 
-def name_of(fun: Any) -> str:
-    """The name JAX gives a program made from `fun` (`jax._src.util.fun_name`, 0.8.1 to 0.12.0).
+#: What a callable without a name is called, by jax version; later ones use `fun_name`'s own default.
+_NAMELESS = {(0, 8): "<unnamed wrapped function>", (0, 9): "<unknown>"}
 
-    jax 0.8 and 0.9 ask with a default of its own for callables that have no name.
-    """
+
+def name_of(fun: Any) -> str:
+    """The name JAX gives a program made from `fun` (`jax._src.util.fun_name`, 0.8.1 to 0.12.0)."""
     from jax._src import util
 
-    default = ("<unnamed wrapped function>",) if jax.__version_info__ < (0, 10) else ()
-    return str(_require(util, "fun_name")(fun, *default))
+    default = _NAMELESS.get(jax.__version_info__[:2])
+    return str(_require(util, "fun_name")(fun, *([default] if default else [])))
 
 
 
