@@ -4,6 +4,7 @@ Each case is a kernel that is refused, the check that refuses it, and the same k
 wrong. The checks of the rebuild are tried the other way round: the rebuild is broken, and only the check notices.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -248,7 +249,11 @@ def test_plain_indices_only(monkeypatch):
         return tuple(windows.BlockIndex(axis=min(i.uses), constant=None, uses=i.uses, table=False) if i.uses else i
                      for i in original(mapping, num_axes))
 
-    wrong_without(lambda m: m.setattr(windows, "block_index", careless), monkeypatch, fun, axes, X)
+    def out(m):
+        m.setattr(windows, "block_index", careless)
+        m.setattr(check, "same_windows", lambda *a, **k: None)
+
+    wrong_without(out, monkeypatch, fun, axes, X)
 
 
 def test_input_indices_are_plain_too(monkeypatch):
@@ -260,7 +265,11 @@ def test_input_indices_are_plain_too(monkeypatch):
         return tuple(windows.BlockIndex(axis=0, constant=None, uses=frozenset([0]), table=False) if i.table else i
                      for i in original(mapping, num_axes))
 
-    wrong_without(lambda m: m.setattr(windows, "block_index", careless), monkeypatch, fun, axes, X)
+    def out(m):
+        m.setattr(windows, "block_index", careless)
+        m.setattr(check, "same_windows", lambda *a, **k: None)
+
+    wrong_without(out, monkeypatch, fun, axes, X)
 
 
 def test_arrays_end_in_the_same_step(monkeypatch):
@@ -339,6 +348,25 @@ def test_the_rebuild_check_notices(name, monkeypatch):
     changed = split(program, (0, 2))
     monkeypatch.undo()
     assert not np.array_equal(run(program, X)[0], run(changed, X)[0])
+
+
+def test_the_rebuild_check_notices_a_wrong_index_map(monkeypatch):
+    """A block that stays whole must follow the coarse grid index, one in parts the finer."""
+    def kernel_(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + y_ref[0, 0]
+
+    spec = pl.BlockSpec((BLOCK, COLUMNS), lambda i: (i, 0))
+    whole = pl.BlockSpec((8, COLUMNS), lambda i: (i, 0))
+    program = traced(pl.pallas_call(kernel_, grid=(2,), in_specs=[spec, whole], out_specs=spec,
+                                    out_shape=jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)), X, X)
+    original = jp.eval_jaxpr
+    monkeypatch.setattr(jp, "eval_jaxpr", lambda closed, args: original(closed, [lax.rem(a + 1, 2) for a in args]))
+    with pytest.raises(Refused, match="index map does not follow"):
+        split(program, (0, 2))
+    monkeypatch.setattr(check, "same_windows", lambda *a, **k: None)
+    changed = split(program, (0, 2))
+    monkeypatch.undo()
+    assert not np.array_equal(run(program, X, X)[0], run(changed, X, X)[0])
 
 
 def test_lost_effects_are_noticed(monkeypatch):

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from random_kernels import function, kernels
 from split_support import NewAxis, Refused, Split, apply_splits, find_pallas_calls, integers, interpreted_call
 
+from jax_vmem_guard.splitting.program import INTERNAL
+
 
 def splits(spec):
     """Every k of the axis of the rows, two of the others, a new axis, and two axes together."""
@@ -30,6 +32,8 @@ def agree(spec, counts):
         try:
             changed = apply_splits(program, {path: Split(axes=axes)})
         except Refused as refused:
+            assert INTERNAL not in refused.reason, (refused.reason, spec)
+            assert "rebuil" not in refused.reason, (refused.reason, spec)
             counts["refused: " + refused.reason.split(": ", 1)[-1][:60]] += 1
             continue
         if want is None:

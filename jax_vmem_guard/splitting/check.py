@@ -29,6 +29,8 @@ from jax_vmem_guard.splitting.ways import Label
 
 _SIZES = frozenset({"shape", "new_sizes", "limit_indices", "slice_sizes", "reps", "repeats", "sharding",
                     "out_sharding", "weak_type", "dimensions"})
+#: Times a loop is read to tell carried values apart that start alike.
+_STAGES = 6
 _DIMENSIONS_MATTER = frozenset({"rev", "squeeze", "expand_dims"})
 
 
@@ -58,6 +60,31 @@ def same_kernel(original: Any, rebuilt: Any, *, axis: int, parts: int, steps: in
     if written_before != written_after:
         raise Refused(f"the rebuilt kernel declares other writes than the original: {sorted(written_after)} "
                       f"for {sorted(written_before)} (rebuild check)")
+
+
+def same_windows(original: Any, rebuilt: Any, *, axes: int, axis: int, parts: int, follows: int | None) -> None:
+    """Raises `Refused` unless the rebuilt index map gives the original's blocks.
+
+    Args:
+      original, rebuilt: index map jaxprs, closed.
+      axes: how many of their inputs are grid indices.
+      axis: the split grid axis.
+      parts: k.
+      follows: the dimension that is cut and moves with the finer steps: block e becomes e*k + (grid index % k) there.
+        None where the block stays the original's.
+    """
+    table = Table()
+    before = Numbering(table=table).index_map(original, axes)
+    split = Numbering(table=table, split_axis=axis, parts=parts)
+    after = split.index_map(rebuilt, axes)
+    for dim, (was, now) in enumerate(zip(before, after, strict=True)):
+        wanted = [was]
+        if dim == follows:
+            wanted = [split.finer_block(was)]
+            if was in (table.number(("program_id", axis)), split.literal(0, np.int32)):
+                wanted.append(table.number(("fine", axis)))
+        if now not in wanted:
+            raise Refused(f"the rebuilt index map does not follow the original in dimension {dim} (rebuild check)")
 
 
 @dataclass
@@ -120,6 +147,22 @@ class Numbering:
         self.frame(root)
         return self.held
 
+    def index_map(self, closed: Any, axes: int) -> list[int]:
+        """The numbers of the block indices."""
+        jaxpr, _ = jp.open_jaxpr(closed)
+        root = frames.build(jaxpr)
+        for position, var in enumerate(jaxpr.invars):
+            self.held["operand", position] = self.table.number(("operand", position))
+            if position < axes:
+                head = "fine" if position == self.split_axis else "program_id"
+                self.values[root.number, var] = self.table.number((head, position))
+        self.frame(root)
+        return [self.read(root, v) for v in jaxpr.outvars]
+
+    def finer_block(self, number: int) -> int:
+        """Block e of the original as the e*k + (grid index % k) of the rebuilt kernel."""
+        return self.table.number(("block",), number)
+
     def read(self, frame: Frame, atom: Any) -> int:
         if jp.is_literal(atom):
             return self.literal(atom.val, atom.aval.dtype)
@@ -164,6 +207,8 @@ class Numbering:
         if name == "iota":
             return [self._iota(params["dtype"], params["dimension"], params["shape"][params["dimension"]])]
         args = tuple(self.read(frame, v) for v in eqn.invars)
+        if name == "multiple_of":
+            return list(args)  # a hint, which places of chunks do without
         kept = tuple((key, repr(value)) for key, value in sorted(params.items())
                      if key not in _SIZES or (key == "dimensions" and name in _DIMENSIONS_MATTER))
         head = (name, kept)
@@ -193,6 +238,10 @@ class Numbering:
         sub = number(("sub",))
         if name in ("div", "rem") and args == (fine, self.literal(self.parts, np.int32)):
             return number(("program_id", self.split_axis)) if name == "div" else sub
+        if name == "add" and args[1] == sub:
+            (times, (block, *by)) = self.table.terms[args[0]] if self.table.terms[args[0]][1] else (("",), (-1,))
+            if times[0] == "mul" and by == [self.literal(self.parts, np.int32)]:
+                return self.finer_block(block)
         if name == "mul" and args[0] == sub:
             times, _ = self.table.terms[args[1]]
             return number(("offset", times[2])) if times[0] == "literal" else None
@@ -309,34 +358,35 @@ class Numbering:
         return head[0] == "clamp" and (before[0], before[2]) == (args[0], args[2])
 
     def _loop(self, frame: Frame, index: int, control: jp.Control, bodies: tuple[Frame, ...]) -> list[int]:
-        """A loop is the number of what it does to an unknown iteration, for each carried value and buffer."""
+        """A loop is the number of what it does to an unknown iteration, for each carried value and buffer.
+
+        Carried values that start alike are one symbol until they are seen to go on differently; so a value that the
+        rebuilt kernel carries twice, whole and in parts, is one value here.
+        """
         eqn, body = frame.jaxpr.eqns[index], bodies[-1]
         start = dict(self.held)
         init = [self.read(frame, eqn.invars[p]) for p in control.init]
-        symbols: dict[Any, int] = {}
-        seen: dict[int, int] = {}
-        for i, number in enumerate(init):
-            if _passes_through(body, i):
-                symbols[i] = number
-                continue
-            seen[number] = seen.get(number, 0) + 1
-            symbols[i] = self.table.symbol(("carry", seen[number]), number)
         length = control.length
         if control.kind == "scan" and self._over_chunks(frame, body, control):
-            local = self.table.symbol(("counter in a part",), symbols[0])
-            self.local[local] = (symbols[0], length)
-            symbols[0], length = local, length * self.parts
-        changed = self._changed(frame, bodies, symbols, start)
-        self.held = dict(start)
-        for ref in changed:
-            symbols[ref] = self.held[ref] = self.table.symbol(("held in a loop", len(ref), ref[0], ref[-1]), start[ref])
-        condition = -1
-        for one in bodies:
-            self._enter(frame, one, symbols)
-            self.frame(one)
-            if one is not body:
-                condition = self.read(one, one.jaxpr.outvars[0])
-        outs = [self.read(body, v) for v in body.jaxpr.outvars]
+            length *= self.parts
+        classes = [-1] * control.num_carry
+        for stage in range(_STAGES):
+            symbols: dict[Any, int] = {
+                i: n if _passes_through(body, i) else self.table.symbol(("carry",), n, classes[i])
+                for i, n in enumerate(init)}
+            if length != control.length:
+                local = self.table.symbol(("counter in a part",), symbols[0])
+                self.local[local] = (symbols[0], control.length)
+                symbols[0] = local
+            changed, condition, outs = self._iteration(frame, bodies, symbols, start)
+            groups: dict[int, set[int]] = {}
+            for i in range(control.num_carry):
+                groups.setdefault(symbols[i], set()).add(outs[i])
+            if stage and all(len(group) == 1 for group in groups.values()):
+                break
+            classes = [self.table.number(("class",), classes[i], outs[i]) for i in range(control.num_carry)]
+        else:
+            raise Refused("a loop carries values that could not be told apart")
         symbols |= {i: self.local[n][0] for i, n in symbols.items() if n in self.local}
         becomes = {symbols[i]: (init[i], outs[i]) for i in range(control.num_carry) if not _passes_through(body, i)}
         becomes |= {symbols[ref]: (start[ref], self.held[ref]) for ref in changed}
@@ -365,12 +415,26 @@ class Numbering:
             and body.sources.get(eqn.invars[1], ("",))[0] == "outer" and self.read(body, eqn.invars[1]) == moved
             for eqn in body.jaxpr.eqns if not any(jp.is_literal(v) for v in eqn.invars))
 
-    def _changed(self, frame: Frame, bodies: tuple[Frame, ...], symbols: dict[Any, int],
-                 start: dict[RefId, int]) -> list[RefId]:
+    def _iteration(self, frame: Frame, bodies: tuple[Frame, ...], symbols: dict[Any, int],
+                   start: dict[RefId, int]) -> tuple[list[RefId], int, list[int]]:
+        """Runs the bodies on symbols; the buffers they change (added to `symbols`), the condition and the results."""
+        self.held = dict(start)
+        self._bodies(frame, bodies, symbols)
+        changed = [ref for ref in start if self.held[ref] != start[ref]]
+        self.held = dict(start)
+        for ref in changed:
+            symbols[ref] = self.held[ref] = self.table.symbol(("held in a loop", len(ref), ref[0], ref[-1]), start[ref])
+        condition = self._bodies(frame, bodies, symbols)
+        return changed, condition, [self.read(bodies[-1], v) for v in bodies[-1].jaxpr.outvars]
+
+    def _bodies(self, frame: Frame, bodies: tuple[Frame, ...], symbols: dict[Any, int]) -> int:
+        condition = -1
         for one in bodies:
             self._enter(frame, one, symbols)
             self.frame(one)
-        return [ref for ref in start if self.held[ref] != start[ref]]
+            if one is not bodies[-1]:
+                condition = self.read(one, one.jaxpr.outvars[0])
+        return condition
 
     def _enter(self, frame: Frame, body: Frame, symbols: dict[Any, int]) -> None:
         for var, (kind, value) in body.sources.items():

@@ -219,9 +219,12 @@ def _block(split: ProvenSplit, operand: Operand, label: Label, aval: Any, grid_m
         out = jp.eval_jaxpr(mapping.index_map_jaxpr, [*args[:axis], coarse, *args[axis + 1:]])
         if follows and where is not None:
             plain = operand.index[where].axis == axis or operand.index[where].constant == 0
-            out[where] = fine if plain else out[where] * np.int32(parts) + lax.rem(fine, np.int32(parts))
+            block = lax.mul(out[where], np.int32(parts))
+            out[where] = fine if plain else lax.add(block, lax.rem(fine, np.int32(parts)))
         return out
 
     traced = jp.trace_index_map(grid_mapping, grid_mapping.index_map_avals, index_map, mapping.index_map_jaxpr)
+    check.same_windows(mapping.index_map_jaxpr, traced, axes=len(grid_mapping.grid), axis=axis, parts=parts,
+                       follows=where if follows else None)
     return mapping.replace(block_shape=shape, transformed_block_aval=aval, index_map_jaxpr=traced,
                            array_aval=array_aval)

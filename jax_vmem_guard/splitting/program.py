@@ -11,6 +11,9 @@ from jax_vmem_guard.splitting import axes, kernel, versions
 from jax_vmem_guard.splitting.axes import Axis, Split
 from jax_vmem_guard.splitting.errors import Refused
 
+#: Opens the reason of a refusal that no rule asked for.
+INTERNAL = "the kernel could not be analysed"
+
 Path = tuple[tuple[int, str, int], ...]  # one (equation, parameter, position in a tuple) per level; then (eqn, "", 0)
 
 
@@ -147,3 +150,5 @@ def _one(eqn: Any, axis: Axis, parts: int, unused: frozenset[int], then: Callabl
         return then(kernel.prove(eqn, position, parts, unused, target))
     except Refused as refusal:
         raise Refused(f"{axes.describe(axis)} in {parts} parts: {refusal.reason}") from None
+    except Exception as error:  # whatever a kernel of a kind never seen does to the proof, its program is left alone
+        raise Refused(f"{axes.describe(axis)} in {parts} parts: {INTERNAL}: {type(error).__name__}: {error}") from error
