@@ -1,5 +1,6 @@
 """The documentation says what is so: its code runs, its commands exist, and it builds without a warning."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -40,7 +41,7 @@ def test_python_runs(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(program, encoding="utf-8")
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False,
-                          env={**__import__("os").environ, "PYTHONPATH": str(ROOT)})
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -51,10 +52,10 @@ def commands():
             for text in code.replace("\\\n", " ").replace("\n          --", " --").replace(">\n", " ").splitlines():
                 found = re.search(r"(?:^|[|\s])jax-vmem-guard (.*?)(?:\|\||&&|\||$)", text)
                 if found:
-                    yield pytest.param(shlex.split(found.group(1)), id=f"{page.name}:{line}")
+                    yield pytest.param(shlex.split(found.group(1), comments=True), id=f"{page.name}:{line}")
 
 
-@pytest.mark.parametrize("arguments", commands())
+@pytest.mark.parametrize("arguments", list(commands()))
 def test_commands_exist(arguments):
     """The command line takes what the pages say."""
     assert cli._parser().parse_args(arguments).command == arguments[0]
