@@ -13,6 +13,7 @@ from jax_vmem_guard.changes import Change
 from jax_vmem_guard.chips import Chip, MiB, chip_for_device_kind
 from jax_vmem_guard.consensus import Consensus
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
+from jax_vmem_guard.estimate import estimated_need
 from jax_vmem_guard.footprint import footprint
 from jax_vmem_guard.journal import Repair
 from jax_vmem_guard.kernels import Kernel
@@ -103,6 +104,8 @@ class _Session:
         self.compiles, self.probes = 0, 0
         self.tried: list[str] = []
         self.stuck: dict[str, str] = {}
+        self.estimated: set[str] = set()  # kernels whose need was not probed
+        self.probe_all = False
         self.remembered = False  # something of the plan comes from a plan file
         self.first_diagnosis: Diagnosis | None = None
 
@@ -224,12 +227,34 @@ class _Session:
                     kernel, limit_bytes=self.limits[fingerprint], needs=self.needs[fingerprint],
                     refused=self.refused[fingerprint], chip=self.chip, policy=self.policy,
                     proposals=self.builder.proposals)
+                if isinstance(step, Probe) and step.variant == () and self._estimate(kernel):
+                    continue
                 if isinstance(step, Probe):
                     wanted[fingerprint] = step.variant
                 else:
                     steps[fingerprint] = step
             self._probe(wanted)
         return steps
+
+    def _estimate(self, kernel: Kernel) -> bool:
+        """Take the kernel's own code for an answer, where it is good enough and no estimate has failed yet."""
+        if self.probe_all:
+            return False
+        need = estimated_need(kernel, self.chip, self.limits[kernel.fingerprint])
+        if need is None:
+            return False
+        self.needs[kernel.fingerprint][()] = need
+        self.estimated.add(kernel.fingerprint)
+        return True
+
+    def _plan_without_estimates(self) -> bool:
+        """The program failed although every estimate said it fits: ask the compiler about each kernel."""
+        self.probe_all = True
+        for fingerprint in self.estimated:
+            self.needs[fingerprint].clear()
+            self.plan.pop(fingerprint, None)
+        self.estimated.clear()
+        return self._plan_kernels()
 
     def _probe(self, wanted: Mapping[str, Variant]) -> None:
         modules = {}
@@ -270,6 +295,8 @@ class _Session:
         """Allow more where the failure is: a limit at capacity first, other variants after that."""
         if diagnosis.is_kernel is False and diagnosis.form == "limit":
             return self._raise_flag(diagnosis)
+        if self.estimated and self._plan_without_estimates() and self.plan:
+            return True
         suspects = named_by(diagnosis, self.builder) & set(self.kernels) or {
             f for f in self.kernels if self._unknown(f)} or set(self.plan) or set(self.kernels)
         raisable = sorted(f for f in suspects if f not in self.at_capacity
