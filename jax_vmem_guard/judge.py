@@ -13,7 +13,7 @@ from jax_vmem_guard.diagnosis import Diagnosis, diagnose
 from jax_vmem_guard.explain import explain
 from jax_vmem_guard.footprint import Footprint, footprint
 from jax_vmem_guard.journal import Repair, repairs
-from jax_vmem_guard.kernels import Kernel, read_kernels
+from jax_vmem_guard.kernels import Kernel, kernel_from_config, read_kernels
 from jax_vmem_guard.planner import flag_bytes, limit_in_force
 from jax_vmem_guard.report_rows import item_of
 from jax_vmem_guard.rows import ERROR, FAILS, FITS, REPAIRED, UNKNOWN, Row
@@ -92,9 +92,18 @@ def _compiled(kernels: tuple[Kernel, ...], topology: Topology, program: str, exe
         limit = found.limit_bytes if found is not None and found.limit_bytes else _limit(kernel, topology.chip)
         rows.append(_row(kernel, topology, program, verdict=REPAIRED if made else FITS, limit=limit,
                          need=None if found is None else found.used_bytes, measured=found is not None, changes=made,
-                         reason=None if found is not None else _unseen(kernel)))
+                         reason=None if found is not None else _unseen(kernel), compiled=_as_compiled(found)))
     rows += [_change_row(change, topology, program) for change in options]
     return tuple(rows) or (_without_kernels(instructions, topology, program),)
+
+
+def _as_compiled(instruction: InstructionVmem | None) -> Kernel | None:
+    """The kernel as it was compiled, changes included; None where its code cannot be read there."""
+    if instruction is None:
+        return None
+    kernel = kernel_from_config(instruction.config, ordinal=0, name="", source=None, operands=instruction.operands,
+                                results=instruction.results)
+    return kernel if kernel.readable else None
 
 
 def _failed(kernels: tuple[Kernel, ...], topology: Topology, program: str, error: BaseException) -> tuple[Row, ...]:
@@ -134,8 +143,9 @@ def _ordinal(label: str | None) -> int | None:
 
 
 def _row(kernel: Kernel, topology: Topology, program: str, *, verdict: str, need: int | None, measured: bool,
-         limit: int | None, reason: str | None = None, changes: tuple[Change, ...] = ()) -> Row:
-    parts = footprint(kernel, topology.chip)
+         limit: int | None, reason: str | None = None, changes: tuple[Change, ...] = (),
+         compiled: Kernel | None = None) -> Row:
+    parts = footprint(compiled or kernel, topology.chip)
     if need is None:
         need = parts.expected_bytes or None
     windows, scratch, body, spills = _split(parts, need or 0)

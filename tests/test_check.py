@@ -62,6 +62,14 @@ def test_is_a_report_of_the_compiled_program():
     assert (failed.fits, failed.kernels[0].used_bytes) == (False, None)
 
 
+def test_a_repaired_kernel_shows_the_blocks_it_was_compiled_with():
+    """One buffer instead of two: half the windows, and the buffers say so."""
+    (row,) = checked(targets.large, topology="v5p", policy=Policy(remedies=("buffering",))).rows
+    assert row.verdict == REPAIRED
+    assert {item.buffers for item in row.items} == {1}
+    assert row.windows_bytes == row.need_bytes == 16 * MiB
+
+
 def test_mode_off_judges_the_program_as_it_is():
     """Without repairs the same kernel does not fit v5e."""
     (row,) = checked(targets.large, topology="v5e", policy=Policy(mode="off")).rows
