@@ -239,6 +239,16 @@ class Program:
         self._call_options = compiler_options
         self._device_assignment = device_assignment
         self.lowering = remembered_lowering(computation)
+        self._own_module: Any = None
+
+    def detached(self) -> Program:
+        """The same program with its module in a context of its own, for a thread that works while this one compiles.
+
+        MLIR contexts are not made for several threads at once; JAX makes one for each lowering.
+        """
+        other = copy.copy(self)
+        other._own_module = parse_stablehlo(stablehlo_bytecode(self.module))
+        return other
 
     @property
     def name(self) -> str:
@@ -248,7 +258,7 @@ class Program:
     @property
     def module(self) -> Any:
         """The StableHLO module JAX made, which nobody may edit."""
-        return _require(self._computation, "_hlo")
+        return self._own_module if self._own_module is not None else _require(self._computation, "_hlo")
 
     @property
     def backend(self) -> Any:

@@ -13,7 +13,7 @@ from jax_vmem_guard.quick_bound import fits_for_sure
 
 
 def outlook(program: _jax.Program, policy: Policy) -> str:
-    """"certain": the program needs a change before the compiler sees it; "likely": speculation is worth it; or "open".
+    """"certain": the program needs a change before the compiler sees it; "likely": it may well fail; or "open".
 
     With `Policy.ahead` at "certain" (default) a program is changed first only if one of its kernels needs more than its
     limit whatever XLA does; with "expected" also if that is only expected.
@@ -32,7 +32,7 @@ def outlook(program: _jax.Program, policy: Policy) -> str:
     sure, expected = _exceeding(read_kernels(program.module), chip, flag)
     if (sure and policy.ahead != "never") or (expected and policy.ahead == "expected"):
         return "certain"
-    return "likely" if (sure or expected) and policy.speculate else "open"
+    return "likely" if sure or expected else "open"
 
 
 def _exceeding(kernels: tuple[Kernel, ...], chip: Chip, flag_bytes: int | None) -> tuple[bool, bool]:

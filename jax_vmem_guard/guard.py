@@ -18,7 +18,7 @@ from jax_vmem_guard.explain import explain
 from jax_vmem_guard.journal import journal
 from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.recall import Memory, Recollection
-from jax_vmem_guard.repair import Attempt, attempt_recalled, attempt_repair
+from jax_vmem_guard.repair import Attempt, attempt_recalled, attempt_repair, start_probes
 
 logger = logging.getLogger("jax_vmem_guard")
 
@@ -104,15 +104,30 @@ class _Counsel:
         return self.repair(None) if self._outlook == "certain" else None
 
     def speculate(self) -> _Speculation | None:
-        return _Speculation(lambda: self.repair(None)) if self._outlook == "likely" else None
+        """Where failure is likely, let other threads work on the repair while the program is compiled unchanged.
+
+        By default they only measure the kernels in question, so that a failure costs no time beyond the compile that
+        failed; with `Policy.speculate` they compile the repaired program too. What they find counts only after a failure.
+        """
+        if self._outlook != "likely" or self._chip is None:
+            return None
+        chip = self._chip
+        program = self._program.detached()
+        if self._policy.speculate:
+            return _Speculation(lambda: self._repair(program, None))
+        self._safely(lambda: start_probes(program, self._policy, chip), None)
+        return None
 
     def repair(self, diagnosis: Diagnosis | None) -> Attempt:
         """Find a change. A fault of the guard's own must not hide the compiler's error."""
+        return self._repair(self._program, diagnosis)
+
+    def _repair(self, program: _jax.Program, diagnosis: Diagnosis | None) -> Attempt:
         if self._recollection.failure is not None and self._policy.mode == "fix":
             return Attempt(tried=(f"nothing: the plan file remembers that nothing helps: {self._recollection.failure}. "
                                   "`jax-vmem-guard plan prune --failed FILE` lets the guard try again",))
         try:
-            attempt = attempt_repair(self._program, self._policy, diagnosis, self._consensus, self._recollection)
+            attempt = attempt_repair(program, self._policy, diagnosis, self._consensus, self._recollection)
         except AgreementError:
             raise
         except Exception as fault:

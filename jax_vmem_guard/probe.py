@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jax_vmem_guard import _jax
@@ -38,7 +38,24 @@ class Prober:
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
-        self._known: dict[Any, Need] = {}
+        self._answers: dict[Any, Future[Need]] = {}
+        self._unasked: set[Any] = set()  # started ahead; whoever asks first has them counted
+        # A forked child has none of the threads that would answer what is still open.
+        os.register_at_fork(after_in_child=self.clear)
+
+    def start(self, program: _jax.Program, modules: Mapping[Any, Any]) -> None:
+        """Begin to compile isolated kernels while the caller does something else; `needs` waits for them.
+
+        The answers that are known, or under way already, are not asked for again.
+        """
+        with self._lock:
+            missing = [key for key in modules if _scoped(program, key) not in self._answers]
+            if missing:
+                threads = ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1), "jax_vmem_guard_probe")
+                for key in missing:
+                    self._answers[_scoped(program, key)] = threads.submit(_need, program, modules[key])
+                    self._unasked.add(_scoped(program, key))
+                threads.shutdown(wait=False)
 
     def needs(self, program: _jax.Program, modules: Mapping[Any, Any]) -> tuple[dict[Any, Need], int]:
         """The needs of isolated kernels.
@@ -50,22 +67,22 @@ class Prober:
         Returns:
           The need for each key, and how many compiles that took.
         """
-        scope = (program.device_kind, tuple(sorted((k, str(v)) for k, v in program.compiler_options.items())))
+        self.start(program, modules)
         with self._lock:
-            known = {key: self._known[scope, key] for key in modules if (scope, key) in self._known}
-        missing = [key for key in modules if key not in known]
-        if missing:
-            with ThreadPoolExecutor(max_workers=min(len(missing), os.cpu_count() or 1)) as threads:
-                answers = threads.map(lambda key: _need(program, modules[key]), missing)
-            fresh = dict(zip(missing, answers, strict=True))
-            with self._lock:
-                self._known.update({(scope, key): need for key, need in fresh.items()})
-            known |= fresh
-        return {key: known[key] for key in modules}, len(missing)
+            scoped = {key: _scoped(program, key) for key in modules}
+            answers = {key: self._answers[scoped[key]] for key in modules}
+            asked_first = self._unasked.intersection(scoped.values())
+            self._unasked -= asked_first
+        return {key: answer.result() for key, answer in answers.items()}, len(asked_first)
 
     def clear(self) -> None:
         with self._lock:
-            self._known.clear()
+            self._answers.clear()
+            self._unasked.clear()
+
+
+def _scoped(program: _jax.Program, key: Any) -> tuple[Any, ...]:
+    return program.device_kind, tuple(sorted((k, str(v)) for k, v in program.compiler_options.items())), key
 
 
 def _need(program: _jax.Program, module: Any) -> Need:

@@ -84,6 +84,17 @@ def attempt_recalled(program: _jax.Program, policy: Policy, chip: Chip, consensu
     return _Session(program, policy, chip, consensus, {}).run_recalled(recollection)
 
 
+def start_probes(program: _jax.Program, policy: Policy, chip: Chip) -> None:
+    """Begin to measure the kernels that may not fit, in other threads; a repair that follows finds the answers.
+
+    Args:
+      program: a detached program: nobody else may use its module meanwhile.
+      policy: what is allowed.
+      chip: what the program is compiled for.
+    """
+    _Session(program, policy, chip, Consensus(program, policy, None), {}).start_probes()
+
+
 class _Session:
     """The state of one repair. Everything it decides follows from the program, the chip, the policy and the compiler."""
 
@@ -143,6 +154,11 @@ class _Session:
             return self._success(self._compile(self.plan, self.options_change), remembered=True)
         except Exception as error:
             return Attempt(tried=(f"what the plan file remembers, {self._plan_in_words()}: {_first_line(error)}",))
+
+    def start_probes(self) -> None:
+        doubtful = [f for f, kernel in self.kernels.items() if cannot_probe(kernel) is None
+                    and estimated_need(kernel, self.chip, self.limits[f]) is None]
+        prober.start(self.program, {(f, ()): self.builder.alone(f, ()) for f in doubtful})
 
     def foresee(self, diagnosis: Diagnosis | None) -> Attempt:
         """What would be tried first, in words, without compiling the program."""
