@@ -1,6 +1,11 @@
 """Split kernels against the unsplit ones, in interpret mode."""
 
+import jax
+import jax.extend.core
+import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from library_kernels import SMALL
 from split_support import floats, integers, same, split, traced
 
@@ -29,3 +34,17 @@ def test_library_kernels_agree_on_floats(name):
     args = arguments(case, floats)
     program = traced(case.fun, *args)
     assert same(program, split(program, (case.axis, 2), name=case.kernel), *args, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("name", ["matmul, rows", "layernorm"])
+def test_simulated_memory_agrees(name, monkeypatch):
+    """In the mode that simulates a TPU's memory, with NaN where nothing was written and races detected."""
+    simulated = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    pallas_call = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *args, **kwargs: pallas_call(*args, **kwargs, interpret=simulated))
+    case = SMALL[name]
+    args = arguments(case, integers)
+    program = traced(case.fun, *args)
+    changed = split(program, (case.axis, 2), name=case.kernel)
+    results = [jax.jit(jax.extend.core.jaxpr_as_fun(p))(*args)[0] for p in (program, changed)]
+    assert np.array_equal(*results) and not np.isnan(results[1]).any()

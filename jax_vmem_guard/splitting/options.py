@@ -27,7 +27,7 @@ class SplitOption:
 
     Attributes:
       split: what to hand to `apply_splits`.
-      proven: the proof went through; a pair is proved when it is applied.
+      proven: the proof went through for these numbers of parts; of a pair, for the smallest ones.
       before, after: VMEM, traffic and steps, estimated.
     """
 
@@ -95,7 +95,7 @@ def splits(site: CallSite, chip: Chip) -> tuple[tuple[SplitOption, ...], tuple[R
     grid = site.eqn.params["grid_mapping"].grid
     before = cost.cost(operands, grid, chip, {}, {})
     options = [_option((one,), operands, grid, chip, before) for one in found]
-    options += [_option(pair, operands, grid, chip, before) for pair in _pairs(found)]
+    options += [_option(pair, operands, grid, chip, before) for pair in _pairs(site, found)]
     return tuple(sorted(options, key=lambda o: (not o.proven, o.price, o.after.vmem_bytes))), tuple(refusals)
 
 
@@ -144,14 +144,28 @@ def _whole_tiles(site: CallSite, chain: tuple[tuple[Axis, int], ...]) -> tuple[L
     return proofs[-1].labels
 
 
-def _pairs(found: Sequence[_Found]) -> Iterator[tuple[_Found, _Found]]:
+def _pairs(site: CallSite, found: Sequence[_Found]) -> Iterator[tuple[_Found, _Found]]:
     """Two axes that cut something different. New axes come first: they are put before the grid."""
     usable = [one for one in found if one.parts in PAIR_PARTS]
+    together: dict[tuple[Axis, Axis], bool] = {}
     for first in usable:
         for second in usable:
             ordered = _rank(first.axis) < _rank(second.axis)
-            if ordered and all(a is None or a != b for a, b in zip(first.labels, second.labels, strict=True)):
+            if not ordered or any(a is not None and a == b for a, b in zip(first.labels, second.labels, strict=True)):
+                continue
+            axes = first.axis, second.axis
+            if axes not in together:
+                together[axes] = _proved(site, (*first.chain, *second.chain))
+            if together[axes]:
                 yield first, second
+
+
+def _proved(site: CallSite, chain: tuple[tuple[Axis, int], ...]) -> bool:
+    try:
+        prove_call(site, Split(axes=chain))
+    except Refused:
+        return False
+    return True
 
 
 def _rank(axis: Axis) -> tuple[int, int, int]:
