@@ -6,8 +6,8 @@ import os
 
 from jax_vmem_guard import _jax, custom_call, planner
 from jax_vmem_guard.chips import Chip, chip_for_device_kind
-from jax_vmem_guard.footprint import footprint
 from jax_vmem_guard.kernels import Kernel, read_kernels
+from jax_vmem_guard.learned import LEARNED
 from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.quick_bound import fits_for_sure
 
@@ -42,7 +42,7 @@ def _exceeding(kernels: tuple[Kernel, ...], chip: Chip, flag_bytes: int | None) 
         if kernel.core != "tc" or not kernel.readable:
             continue
         limit = planner.limit_in_force(kernel, chip=chip, flag_bytes=flag_bytes)
-        need = footprint(kernel, chip, limit)
+        need = LEARNED.footprint(kernel, chip, limit)
         sure |= need.certain_bytes > limit
         expected |= need.expected_bytes > limit
     return sure, expected

@@ -31,6 +31,7 @@ _COMPARE: dict[int, Callable[[int, int], bool]] = {
 }
 _PURE = ("arith.", "math.", "vector.", "memref.load", "tpu.iota", "tpu.vector_load", "tpu.strided_load", "copy")
 _DOES_SOMETHING = ("vector.store", "vector.transfer_write", "vector.print")
+_WHOLE = ("index", "i1", "i32", "i64")
 _SAME = ("arith.extui", "arith.extsi", "arith.index_cast", "arith.trunci")
 
 
@@ -79,10 +80,15 @@ def _taken(op: Op) -> tuple[Op, ...] | None:
 
 
 def _without_unused(ops: list[Op], used: set[int]) -> tuple[Op, ...]:
-    """The operations whose results are used, or that do something. JAX loads what a store is about to overwrite."""
+    """The operations whose results are used, or that do something; without those on whole numbers alone.
+
+    JAX loads what a store is about to overwrite. Addresses and grid indices need no vector registers, and their known
+    values are written in the values already; kernels that start many DMAs are full of them.
+    """
     kept = []
     for op in reversed(ops):
-        if op.name.startswith(_PURE) and op.name not in _DOES_SOMETHING and not any(id(v) in used for v in op.results):
+        if op.name.startswith(_PURE) and op.name not in _DOES_SOMETHING and (
+                not any(id(v) in used for v in op.results) or _is_address(op)):
             continue
         if op.blocks:
             blocks = tuple(_without_unused(list(block), used) for block in reversed(op.blocks))
@@ -90,6 +96,11 @@ def _without_unused(ops: list[Op], used: set[int]) -> tuple[Op, ...]:
         used.update(id(v) for v in op.operands)
         kept.append(op)
     return tuple(reversed(kept))
+
+
+def _is_address(op: Op) -> bool:
+    return all(v.dtype in _WHOLE and v.shape is None for v in op.results) and not any(
+        v.shape is not None for v in op.operands)
 
 
 def _evaluate(op: Op) -> None:

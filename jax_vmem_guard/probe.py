@@ -12,8 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jax_vmem_guard import _jax
+from jax_vmem_guard.chips import chip_for_device_kind
 from jax_vmem_guard.diagnosis import diagnose
-from jax_vmem_guard.kernels import Kernel
+from jax_vmem_guard.kernels import Kernel, read_kernels
+from jax_vmem_guard.learned import LEARNED
 from jax_vmem_guard.locks import ForkSafeLock
 from jax_vmem_guard.planner import Need
 from jax_vmem_guard.used_vmem import used_scoped_vmem
@@ -97,7 +99,16 @@ def _need(program: _jax.Program, module: Any) -> Need:
     used = [row.used_bytes for row in used_scoped_vmem(executable) if row.is_kernel]
     if not used:
         return Need(bytes=None, fits=False, problem="the compiler did not report what it used")
+    _learn(program, module, max(used))
     return Need(bytes=max(used), fits=True)
+
+
+def _learn(program: _jax.Program, module: Any, used: int) -> None:
+    """Let the answer correct what is expected of the same code at other block sizes."""
+    chip = chip_for_device_kind(program.device_kind)
+    kernels = read_kernels(module)
+    if chip is not None and len(kernels) == 1:
+        LEARNED.observe(kernels[0], chip, used)
 
 
 prober = Prober()

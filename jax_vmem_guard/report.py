@@ -199,7 +199,7 @@ def _row(kernel: Kernel, chip: Chip, default_limit: int, compiled: InstructionVm
         instruction=compiled.name if compiled else None, chip=chip.name,
         windows=_items(need, "window"), scratch=_items(need, "scratch"), allocas=_items(need, "alloca"),
         window_bytes=need.window_bytes, scratch_bytes=need.scratch_bytes, alloca_bytes=need.alloca_bytes,
-        spill_bytes=need.expected_bytes - need.window_bytes - need.scratch_bytes - need.alloca_bytes,
+        spill_bytes=need.spill_bytes,
         certain_bytes=need.certain_bytes, expected_bytes=need.expected_bytes, at_most_bytes=need.at_most_bytes,
         used_bytes=compiled.used_bytes if compiled else None, limit_bytes=limit, own_limit=own is not None,
         capacity_bytes=chip.capacity_bytes, fits=_fits(kernel, need, limit, compiled), unknown=need.unknown,
@@ -224,6 +224,9 @@ def _advice(kernel: Kernel, need: Footprint) -> tuple[str, ...]:
     advice = []
     double = {window.operand for window in kernel.windows if window.buffers == 2}
     for item in need.items[:3]:
+        if item.kind == "spills":
+            advice.append(f"smaller blocks hold fewer values at once: {mib(item.bytes)} MiB are spill slots")
+            continue
         what = f"{item.kind} {item.position}" if item.kind != "window" else f"{item.role} {item.position}"
         what += f" ({item.dtype}[{', '.join(map(str, item.shape))}])"
         change = f"half the block of {what}" if item.kind == "window" else f"half of {what}"

@@ -65,6 +65,9 @@ def _notes(kernel: KernelReport) -> list[str]:
         line = f"  {what}: {item.dtype}[{', '.join(map(str, item.shape))}]"
         if item.padded_shape != item.shape:
             line += f" padded to [{', '.join(map(str, item.padded_shape))}]"
+        if not item.buffers:
+            notes.append(f"{line} stays in registers")
+            continue
         notes.append(f"{line} x {item.buffers} = {mib(item.bytes)} MiB")
     notes += [f"  {reason}" for reason in kernel.unknown]
     notes += [f"  to shrink it: {advice}" for advice in kernel.advice]
