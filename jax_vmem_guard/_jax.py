@@ -12,8 +12,9 @@ import importlib
 import inspect
 import io
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -496,12 +497,17 @@ def _rank_of(sharding: Any) -> int:
     return len(getattr(sharding, "shape", ()) or ())
 
 
+#: Modules of JAX's own TPU kernels.
+KERNEL_LIBRARY = "jax.experimental.pallas.ops."
+
+
 @contextlib.contextmanager
-def answering_for_chip(device: Any, *, as_devices: bool = False) -> Iterator[None]:
+def answering_for_chip(device: Any, *, as_devices: Sequence[Any] = ()) -> Iterator[None]:
     """Lets `pltpu.get_tpu_info()` describe `device`'s chip on a machine without a TPU.
 
-    With `as_devices`, `jax.devices()` answers with the device too: some kernels (ragged paged attention) choose their
-    blocks by its kind. Only for tracing that runs nothing here.
+    Some kernels (ragged paged attention) choose their blocks by the kind of `jax.devices()[0]`. JAX's own kernel library
+    is told `device` there. Everybody else is told `as_devices`, where it is given: only for tracing that runs nothing
+    here.
 
     Kernels ask it for the chip's VMEM or tiling while they are traced. `get_tpu_info` is cached per trace context, so
     its cache is emptied on the way in and out.
@@ -518,8 +524,14 @@ def answering_for_chip(device: Any, *, as_devices: bool = False) -> Iterator[Non
         setattr(device_module, name, answer)
     get_tpu_info.cache_clear()
     devices = jax.devices
-    if as_devices:
-        jax.devices = lambda backend=None: devices(backend) if backend is not None else [device]
+
+    def answer_devices(backend: Any = None) -> list[Any]:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if backend is None and str(caller).startswith(KERNEL_LIBRARY):
+            return [device]
+        return list(as_devices) if backend is None and as_devices else devices(backend)
+
+    jax.devices = answer_devices
     try:
         yield
     finally:

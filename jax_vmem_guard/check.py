@@ -136,7 +136,8 @@ def judge_function(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         was_active = hook.seams_active()
         hook.add_detour(on_lower)
         try:
-            with _jax.answering_for_chip(topology.devices[0]), _jax.tracing_for(topology.name):
+            with _jax.answering_for_chip(topology.devices[0], as_devices=topology.devices), \
+                    _jax.tracing_for(topology.name):
                 _lower(fun, stand_in.concrete(args), stand_in.concrete(kwargs))
                 if not lowered:
                     raise TypeError(f"`{name}` was not lowered by `jax.jit`; give `check` a function of arrays")

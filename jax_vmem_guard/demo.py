@@ -91,7 +91,7 @@ def lowered_for(topology: str, build: Callable[[], tuple[Any, list[tuple[tuple[i
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     function, shapes = build()
-    with _jax.answering_for_chip(device, as_devices=True):
+    with _jax.answering_for_chip(device, as_devices=(device,)):
         return jit(function).lower(*(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes))
 
 

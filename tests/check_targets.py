@@ -117,6 +117,18 @@ def asks_the_chip():
     return scale_by_chip, (array(16384),)
 
 
+def chooses_by_device_kind():
+    """A kernel of JAX's that looks up its blocks by the kind of `jax.devices()[0]`."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    def shape(*dimensions, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dimensions, dtype)
+
+    return ragged_paged_attention, (
+        shape(16, 8, 128), shape(8, 16, 4, 128), shape(2, dtype=jnp.int32), shape(2, 4, dtype=jnp.int32),
+        shape(3, dtype=jnp.int32), shape(1, dtype=jnp.int32))
+
+
 def interpreted():
     def scale_here(x):
         return pl.pallas_call(scale_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True,

@@ -98,6 +98,12 @@ def test_get_tpu_info_describes_the_chip_it_is_compiled_for():
     assert windows["v5e"] == 2 * windows["v5p"] == 8 * windows["v4"]
 
 
+def test_kernels_that_choose_by_the_kind_of_device_are_told_the_chip():
+    """`ragged_paged_attention` has no blocks for a CPU; it finds those of the chip."""
+    (row,) = checked(targets.chooses_by_device_kind, topology="v5e").rows
+    assert (row.kernel, row.verdict) == ("ragged_paged_attention_kernel", FITS)
+
+
 @pytest.mark.compat
 def test_a_kernel_written_for_interpret_mode_is_compiled_for_real():
     """`interpret=True` says where it runs, not whether it fits."""

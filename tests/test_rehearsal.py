@@ -169,6 +169,16 @@ def test_guarding_and_unguarding_inside_does_not_end_the_rehearsal():
     assert verdicts(rehearsal) == [("scale", FITS)]
 
 
+def test_kernels_that_choose_by_the_kind_of_device_are_told_the_chip():
+    """JAX's ragged paged attention finds its blocks, while the script still sees this machine's devices."""
+    fun, shapes = targets.chooses_by_device_kind()
+    arguments = [jnp.ones(x.shape, x.dtype) for x in shapes]
+    with rehearse("v5e", outputs="zeros") as rehearsal:
+        assert fun(*arguments).shape == shapes[0].shape
+        assert jax.devices()[0].platform == "cpu"
+    assert verdicts(rehearsal) == [("ragged_paged_attention_kernel", FITS)]
+
+
 def test_two_rehearsals_at_once_are_refused():
     with rehearse("v5e"), pytest.raises(RuntimeError, match="running already"), rehearse("v6e"):
         pass
