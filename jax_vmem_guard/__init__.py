@@ -20,6 +20,7 @@ from jax_vmem_guard.journal import Repair, repairs
 from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.rehearsal import rehearse
 from jax_vmem_guard.report import Report, inspect
+from jax_vmem_guard.tunable import fallback, tunable
 
 __all__ = [
     "Change",
@@ -31,10 +32,12 @@ __all__ = [
     "__version__",
     "check",
     "diagnose",
+    "fallback",
     "inspect",
     "install",
     "jit",
     "rehearse",
     "repairs",
+    "tunable",
     "uninstall",
 ]

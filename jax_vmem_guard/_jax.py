@@ -169,7 +169,13 @@ def _hide_own_frames() -> None:
             _require(module, "register_exclusion")(_OWN_FILES)
 
 
+#: Whether a declared function asked for the guard's frames to stay hidden, guarded or not.
+own_frames_stay_hidden = False
+
+
 def _show_own_frames() -> None:
+    if own_frames_stay_hidden:
+        return
     from jax._src import source_info_util, traceback_util
 
     for module in (source_info_util, traceback_util):
@@ -191,12 +197,15 @@ class Lowering:
     """
 
     def __init__(self, closed_jaxpr: Any, fun_name: str, lower: Callable[..., Any], arguments: tuple[Any, ...],
-                 keywords: dict[str, Any]):
+                 keywords: dict[str, Any], *, call: Any = None, chosen: dict[str, int] | None = None):
         self._closed_jaxpr: Any = closed_jaxpr
         self.fun_name = fun_name
         self._lower = lower
         self._arguments = arguments
         self._keywords = keywords
+        #: How the program was traced (`_jax_trace.call_of`), and with which declared choices where not the first ones.
+        self.call, self.chosen = call, dict(chosen or {})
+        self._fun = call.fun if call is not None else None
 
     @property
     def closed_jaxpr(self) -> Any | None:
@@ -206,10 +215,16 @@ class Lowering:
     def loosen(self) -> None:
         if not isinstance(self._closed_jaxpr, weakref.ref):
             self._closed_jaxpr = weakref.ref(self._closed_jaxpr)
+        self._fun = None
 
     def again(self, closed_jaxpr: Any) -> Any:
         """A new `MeshComputation` of another traced program with the same signature."""
         return self._lower(closed_jaxpr, *self._arguments, **self._keywords)
+
+    def made_again(self, closed_jaxpr: Any, chosen: dict[str, int]) -> Lowering:
+        """The lowering of another trace of the same function, with declared choices."""
+        return Lowering(closed_jaxpr, self.fun_name, self._lower, self._arguments, self._keywords, call=self.call,
+                        chosen=chosen)
 
 
 def remember_lowering(computation: Any, lowering: Lowering) -> None:
@@ -342,6 +357,23 @@ class Program:
             raise ValueError(f"the traced form of `{self.name}` is not known")
         again = Program(self.lowering.again(closed_jaxpr), self._compile, self._call_options, self._device_assignment)
         again.lowering = self.lowering
+        return again
+
+    def made_again(self, closed_jaxpr: Any, chosen: dict[str, int]) -> Program:
+        """The program lowered from another trace of the same function.
+
+        Raises:
+          ValueError: it takes other closed-over arrays as arguments than this one, which JAX would not pass to it
+            (only with `jax_use_simplified_jaxpr_constants`; attribute `const_args`, 0.10.2 and 0.12.0).
+        """
+        assert self.lowering is not None
+        lowering = self.lowering.made_again(closed_jaxpr, chosen)
+        computation = lowering.again(closed_jaxpr)
+        ours, theirs = (getattr(c, "const_args", None) or () for c in (self._computation, computation))
+        if len(ours) != len(theirs) or any(a is not b for a, b in zip(ours, theirs, strict=True)):
+            raise ValueError("it closes over other arrays")
+        again = Program(computation, self._compile, self._call_options, self._device_assignment)
+        again.lowering = lowering
         return again
 
     def compile_alone(self, module: Any) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Remedies that the user's source declares (`vmem_guard.tunable`, `vmem_guard.fallback`); no policy has to allow them.
+DECLARED = ("tunable", "fallback")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Change:

@@ -12,13 +12,14 @@ from jax_vmem_guard import _jax, ahead
 from jax_vmem_guard.agreement import AgreementError
 from jax_vmem_guard.bug_report import write_bundle
 from jax_vmem_guard.chips import chip_for_device_kind
+from jax_vmem_guard.choosing import attempt_recalled, attempt_refused, attempt_repair, refused_by_compiler
 from jax_vmem_guard.consensus import Consensus
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
 from jax_vmem_guard.explain import explain
 from jax_vmem_guard.journal import journal
 from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.recall import Memory, Recollection
-from jax_vmem_guard.repair import Attempt, attempt_recalled, attempt_repair, start_probes
+from jax_vmem_guard.repair import Attempt, start_probes
 
 logger = logging.getLogger("jax_vmem_guard")
 
@@ -54,9 +55,14 @@ def compile_program(program: _jax.Program, policy: Policy | None, policy_inside:
     except Exception as error:
         diagnosis = diagnose(error)
         policy = policy if policy is not None else policy_inside()
-        if diagnosis is None or policy is None or policy.mode == "off":
+        if policy is None or policy.mode == "off" or (diagnosis is None and not refused_by_compiler(error)):
             raise
         counsel = counsel if counsel is not None else _Counsel(program, policy)
+        if diagnosis is None:
+            attempt = counsel.take_references()
+            if attempt.executable is None:
+                raise
+            return counsel.finish(attempt)
         if speculation is not None:
             attempt = speculation.result()
         if attempt is None:
@@ -135,6 +141,11 @@ class _Counsel:
                              self._program.name)
             return Attempt(tried=(f"the guard itself failed: {type(fault).__name__}: {fault}",))
         return attempt.with_compiles(self._wasted)
+
+    def take_references(self) -> Attempt:
+        """Find a reference that its author declared for kernels the compiler refuses."""
+        refused: Attempt = self._safely(lambda: attempt_refused(self._program, self._policy, self._consensus), Attempt())
+        return refused
 
     def give_up(self, attempt: Attempt) -> None:
         """Remember that nothing helped, and tell the other processes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax_vmem_guard import _jax, guard
+from jax_vmem_guard import _jax, _jax_trace, guard, refusals
 from jax_vmem_guard.locks import ForkSafeLock
 from jax_vmem_guard.policy import Policy
 
@@ -45,8 +45,10 @@ lowering_detours: list[Callable[..., Any]] = []
 
 _lock = ForkSafeLock()
 _seams = _jax.Seams()
+_trace_seam = _jax_trace.TraceSeam()
 _installed: Policy | None = None
 _functions_marked = False
+_traces_watched = False
 
 
 def install(policy: Policy | None = None) -> None:
@@ -65,7 +67,7 @@ def install(policy: Policy | None = None) -> None:
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"`policy` must be a jax_vmem_guard.Policy, got {policy!r}; write Policy(mode=\"fix\")")
     with _lock:
-        _seams.patch(_on_lower, _on_compile)
+        _patch()
         _installed = policy if policy is not None else Policy()
 
 
@@ -84,7 +86,7 @@ def refuse(error: Exception) -> None:
         raise error
 
     with _lock:
-        _seams.restore()
+        _restore()
         _seams.patch(stop, stop)
 
 
@@ -93,7 +95,7 @@ def ensure_seams() -> None:
     global _functions_marked
     with _lock:
         _functions_marked = True
-        _seams.patch(_on_lower, _on_compile)
+        _patch()
 
 
 def installed_policy() -> Policy | None:
@@ -104,7 +106,7 @@ def installed_policy() -> Policy | None:
 def add_detour(detour: Callable[..., Any]) -> None:
     """Let `detour` see every program before it is lowered; see `lowering_detours`."""
     with _lock:
-        _seams.patch(_on_lower, _on_compile)
+        _patch()
         lowering_detours.append(detour)
 
 
@@ -119,7 +121,7 @@ def remove_detour(detour: Callable[..., Any], *, uninstall_too: bool) -> None:
 def add_interceptor(interceptor: Callable[..., Any]) -> None:
     """Let `interceptor` see every module before it is compiled, on any backend; see `_jax.compile_interceptors`."""
     with _lock:
-        _seams.patch(_on_lower, _on_compile)
+        _patch()
         _jax.compile_interceptors.append(interceptor)
 
 
@@ -131,9 +133,29 @@ def remove_interceptor(interceptor: Callable[..., Any], *, uninstall_too: bool) 
             _restore_if_unneeded()
 
 
+def watch_traces() -> None:
+    """Keep how programs are traced, whenever the guard is on: a function with declared choices exists."""
+    global _traces_watched
+    with _lock:
+        _traces_watched = True
+        if _seams.active:
+            _patch()
+
+
+def _patch() -> None:
+    _seams.patch(_on_lower, _on_compile)
+    if _traces_watched:
+        _trace_seam.patch(_on_trace)
+
+
+def _restore() -> None:
+    _seams.restore()
+    _trace_seam.restore()
+
+
 def _restore_if_unneeded() -> None:
     if not (_installed or _functions_marked or lowering_detours or _jax.compile_interceptors):
-        _seams.restore()
+        _restore()
 
 
 def seams_active() -> bool:
@@ -143,8 +165,16 @@ def seams_active() -> bool:
 
 def _on_lower(original: Any, closed_jaxpr: Any, api_name: str, fun_name: str, *args: Any, **kwargs: Any) -> Any:
     def lower(closed_jaxpr: Any, api_name: str, fun_name: str, *args: Any, **kwargs: Any) -> Any:
-        computation = original(closed_jaxpr, api_name, fun_name, *args, **kwargs)
-        lowering = _jax.Lowering(closed_jaxpr, fun_name, original, (api_name, fun_name, *args), kwargs)
+        lowering = _jax.Lowering(closed_jaxpr, fun_name, original, (api_name, fun_name, *args), kwargs,
+                                 call=_jax_trace.call_of(closed_jaxpr) if _traces_watched else None)
+        try:
+            computation = original(closed_jaxpr, api_name, fun_name, *args, **kwargs)
+        except Exception as error:
+            policy = _policy_of(lowering) or _policy_inside(lowering)
+            found = refusals.lowered_otherwise(error, lowering) if policy is not None and policy.mode == "fix" else None
+            if found is None:
+                raise
+            computation, lowering = found
         _jax.remember_lowering(computation, lowering)
         return computation
 
@@ -153,6 +183,13 @@ def _on_lower(original: Any, closed_jaxpr: Any, api_name: str, fun_name: str, *a
         if computation is not NotImplemented:
             return computation
     return lower(closed_jaxpr, api_name, fun_name, *args, **kwargs)
+
+
+def _on_trace(original: Any, fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
+    params, flat = original(fun, info, args, kwargs)
+    if _jax_trace.nothing_is_traced():
+        _jax_trace.remember(original, fun, info, args, kwargs, params)
+    return params, flat
 
 
 def _on_compile(original: Any, computation: Any, compiler_options: Any, device_assignment: Any) -> Any:

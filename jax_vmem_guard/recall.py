@@ -19,7 +19,7 @@ from pathlib import Path
 
 from jax_vmem_guard import _jax, agreement
 from jax_vmem_guard._version import __version__
-from jax_vmem_guard.changes import Change
+from jax_vmem_guard.changes import DECLARED, Change
 from jax_vmem_guard.chips import Chip
 from jax_vmem_guard.kernels import Kernel, read_kernels
 from jax_vmem_guard.plan_file import PlanFile, installed_versions, resolve_path
@@ -27,9 +27,6 @@ from jax_vmem_guard.plan_format import Entry, Environment, by_fingerprint, from_
 from jax_vmem_guard.policy import Policy
 
 _numbers: dict[Path, int] = {}  # the plan files of this process, in the order of their first use
-
-#: Remedies that the user's source declares; no policy has to allow them.
-_DECLARED = ("tunable", "fallback")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +69,7 @@ def recollect(entries: Mapping[str, tuple[Entry, ...]], *, program: str, kernels
             if entry.outcome == "failed":
                 if here and entry.guard == __version__ and set(policy.remedies) <= set(entry.remedies):
                     failures.append(f"`{entry.kernel}`: {entry.reason or 'nothing worked'}")
-            elif all(change.remedy in (*policy.remedies, *_DECLARED) for change in entry.changes):
+            elif all(change.remedy in (*policy.remedies, *DECLARED) for change in entry.changes):
                 (certain if here else hints)[fingerprint] = entry.changes
     whole = certain.pop(program, ())
     hints.pop(program, None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_vmem_guard import _jax, planner
 from jax_vmem_guard.build import Builder
-from jax_vmem_guard.changes import Change
+from jax_vmem_guard.changes import DECLARED, Change
 from jax_vmem_guard.chips import Chip, MiB, chip_for_device_kind
 from jax_vmem_guard.consensus import Consensus
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
@@ -36,6 +36,9 @@ class Attempt:
       tried: what was tried in vain, in words.
       used_bytes: fingerprint -> scoped VMEM a changed kernel used, where a plan file wants to know.
       stuck: fingerprint -> why no remedy makes this kernel fit; only for kernels where that is sure.
+      suspects: fingerprints of the kernels that are in the way, where there is no executable.
+      needs: fingerprint -> scoped VMEM in bytes that a kernel of the program needs as it is, where that was asked.
+      compiles, probes: how many it took, where there is no repair that says so.
     """
 
     executable: Any = None
@@ -43,6 +46,10 @@ class Attempt:
     tried: tuple[str, ...] = ()
     used_bytes: Mapping[str, int] = field(default_factory=dict)
     stuck: Mapping[str, str] = field(default_factory=dict)
+    suspects: frozenset[str] = frozenset()
+    needs: Mapping[str, int] = field(default_factory=dict)
+    compiles: int = 0
+    probes: int = 0
 
     def with_compiles(self, more: int) -> Attempt:
         """The attempt, with further compiles of the program counted in."""
@@ -74,6 +81,39 @@ def attempt_repair(program: _jax.Program, policy: Policy, diagnosis: Diagnosis |
     return session.run(diagnosis)
 
 
+def attempt_cheaply(program: _jax.Program, policy: Policy, chip: Chip, diagnosis: Diagnosis | None,
+                    consensus: Consensus, recollection: Recollection) -> Attempt:
+    """`attempt_repair` with only what costs the running program less than another declared choice does: limits,
+    memory coloring, and single buffers where a window never changes. A kernel whose windows and scratch alone exceed
+    the chip is not probed.
+
+    Raises:
+      AgreementError: the processes do not agree.
+    """
+    remedies = tuple(remedy for remedy in policy.remedies if remedy != "split")
+    session = _Session(program, replace(policy, remedies=remedies), chip, consensus, recollection.hints)
+    session.spare_the_hopeless()
+    return session.run(diagnosis)
+
+
+def attempt_another(program: _jax.Program, policy: Policy, chip: Chip, consensus: Consensus, recollection: Recollection,
+                    *, cheaply: bool) -> Attempt:
+    """Compile a program that takes the place of one that failed, with the changes it needs, or as it is if none.
+
+    Args:
+      cheaply: only with what `attempt_cheaply` may do.
+
+    Raises:
+      AgreementError: the processes do not agree.
+    """
+    if cheaply:
+        policy = replace(policy, remedies=tuple(remedy for remedy in policy.remedies if remedy != "split"))
+    session = _Session(program, policy, chip, consensus, recollection.hints)
+    if cheaply:
+        session.spare_the_hopeless()
+    return session.run_another()
+
+
 def attempt_recalled(program: _jax.Program, policy: Policy, chip: Chip, consensus: Consensus,
                      recollection: Recollection) -> Attempt:
     """Compile a program with the changes that made it compile before.
@@ -101,7 +141,9 @@ class _Session:
     def __init__(self, program: _jax.Program, policy: Policy, chip: Chip, consensus: Consensus,
                  hints: Mapping[str, tuple[Change, ...]]):
         self.program, self.policy, self.chip = program, policy, chip
-        self.consensus, self.hints = consensus, dict(hints)
+        self.consensus = consensus
+        # A hint that another declared choice helped says nothing about changes of this program's kernels.
+        self.hints = {f: changes for f, changes in hints.items() if not any(c.remedy in DECLARED for c in changes)}
         self.builder = Builder(program, chip, policy)
         flag = planner.flag_bytes(program.compiler_options, os.environ.get("LIBTPU_INIT_ARGS", ""))
         self.kernels = {k.fingerprint: k for k in self.builder.kernels if k.core == "tc"}
@@ -119,6 +161,8 @@ class _Session:
         self.probe_all = False
         self.remembered = False  # something of the plan comes from a plan file
         self.first_diagnosis: Diagnosis | None = None
+        self.suspects: frozenset[str] = frozenset()
+        self.proposals = self.builder.proposals
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -129,7 +173,23 @@ class _Session:
         self.first_diagnosis = diagnosis
         possible = self._first_plan()
         if possible and not self.plan and self.options_change is None:
-            return Attempt(tried=("nothing: every kernel fits when it is compiled alone",))
+            return self._failure("nothing: every kernel fits when it is compiled alone")
+        return self._compile_until_it_works(possible)
+
+    def run_another(self) -> Attempt:
+        """The same for a program that nobody compiled yet and that may need no change at all."""
+        return self._compile_until_it_works(self._first_plan())
+
+    def spare_the_hopeless(self) -> None:
+        """Ask no compiler about kernels whose windows and scratch alone exceed the chip, and propose nothing that costs
+        the running program much."""
+        for fingerprint, kernel in self.kernels.items():
+            known = footprint(kernel, self.chip).expected_bytes if kernel.readable else 0
+            if known > self.chip.capacity_bytes:
+                self.needs[fingerprint][()] = Need(bytes=known, fits=False)
+        self.proposals = lambda *of: tuple(c for c in self.builder.proposals(*of) if not c.data.get("last_resort"))
+
+    def _compile_until_it_works(self, possible: bool) -> Attempt:
         while possible and self.compiles < self.policy.max_compiles:
             self._settle()
             self.compiles += 1
@@ -141,7 +201,15 @@ class _Session:
                 return self._tighten(executable)
         if possible:
             self.tried.append(f"gave up after {self.compiles} compiles of the program (`Policy.max_compiles`)")
-        return Attempt(tried=tuple(self.tried), stuck=self.stuck)
+        return self._failure()
+
+    def _failure(self, *words: str) -> Attempt:
+        return Attempt(tried=(*self.tried, *words), stuck=self.stuck, suspects=frozenset(self.stuck) or self.suspects,
+                       needs=self._plain_needs(), compiles=self.compiles, probes=self.probes)
+
+    def _plain_needs(self) -> dict[str, int]:
+        plain = {fingerprint: needs[()].bytes for fingerprint, needs in self.needs.items() if () in needs}
+        return {fingerprint: size for fingerprint, size in plain.items() if size is not None}
 
     def run_recalled(self, recollection: Recollection) -> Attempt:
         """Compile the program, for the first time, with what is remembered of it."""
@@ -242,7 +310,7 @@ class _Session:
                 step = planner.decide(
                     kernel, limit_bytes=self.limits[fingerprint], needs=self.needs[fingerprint],
                     refused=self.refused[fingerprint], chip=self.chip, policy=self.policy,
-                    proposals=self.builder.proposals)
+                    proposals=self.proposals)
                 if isinstance(step, Probe) and step.variant == () and self._estimate(kernel):
                     continue
                 if isinstance(step, Probe):
@@ -315,6 +383,7 @@ class _Session:
             return True
         suspects = named_by(diagnosis, self.builder) & set(self.kernels) or {
             f for f in self.kernels if self._unknown(f)} or set(self.plan) or set(self.kernels)
+        self.suspects = frozenset(suspects)
         raisable = sorted(f for f in suspects if f not in self.at_capacity
                           and self.limits[f] < self.chip.capacity_bytes)
         if diagnosis.form == "limit" and raisable and "limit" in self.policy.remedies:
@@ -404,7 +473,8 @@ class _Session:
         # Only a plan file asks for what was used: the text of a large program takes long to print.
         wanted = self.policy.plan_file is not None and not remembered
         used = self._used_by({c.fingerprint for c in changes}, executable) if wanted else {}
-        return Attempt(executable=executable, repair=repair, tried=tuple(self.tried), used_bytes=used)
+        return Attempt(executable=executable, repair=repair, tried=tuple(self.tried), used_bytes=used,
+                       needs=self._plain_needs())
 
     def _used_by(self, fingerprints: Iterable[str], executable: Any) -> dict[str, int]:
         try:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from jax_vmem_guard import _jax
+from jax_vmem_guard import _jax, _jax_trace
 from jax_vmem_guard.chips import Chip, chip_for_device_kind, chip_named
 from jax_vmem_guard.interpret import for_tpu
 
@@ -150,6 +150,7 @@ class StandIn:
         """
         before = self.translated
         program = for_tpu(jaxpr, self.value)
+        _jax_trace.remember_derived(program, jaxpr, lambda again: for_tpu(again, self.value))
         call = call.map_placement(self.value)
         if self.translated == before:  # nothing in the program names a device: it would run on the default one
             call = call.place_open_arguments(SingleDeviceSharding(self.topology.devices[0]))
