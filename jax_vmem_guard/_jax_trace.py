@@ -200,7 +200,12 @@ def outline(program: Any) -> tuple[Any, ...]:
     Two traces of one function under the same settings have the same outline.
     """
     rows = [(e.primitive.name, _plain(e.params), tuple(str(v.aval) for v in e.outvars)) for e in equations(program)]
-    return tuple(map(str, program.in_avals)), tuple(map(str, program.out_avals)), rows
+    return *types_of(program), rows
+
+
+def types_of(program: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Types of a traced program's arguments and of its results, in words."""
+    return tuple(map(str, program.in_avals)), tuple(map(str, program.out_avals))
 
 
 def _plain(params: dict[str, Any]) -> tuple[tuple[str, str], ...]:

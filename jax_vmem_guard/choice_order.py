@@ -17,12 +17,12 @@ def passed_over(choices: Sequence[Mapping[str, Any]], index: int, failed: Collec
     """The failed choice that choice `index` is at least as large as in everything, or None.
 
     Which way a number asks for more is read from the declaration, which goes from the best choice to the one that fits
-    where nothing else does: a number that ends smaller than it began (a block size) asks for more where it is larger,
-    one that ends larger (a number of parts) where it is smaller. Everything else in two choices has to be equal for one
-    of them to count as larger.
+    where nothing else does: a number that ends larger than it began (a number of parts) asks for more where it is
+    smaller, any other (a block size) where it is larger. Everything else in two choices has to be equal for one of them
+    to count as larger.
     """
     flat = [_flat(choice) for choice in choices]
-    direction = {path: _sign(flat[0][path] - value) for path, value in flat[-1].items()
+    direction = {path: -1 if value > flat[0][path] else 1 for path, value in flat[-1].items()
                  if _is_number(value) and _is_number(flat[0].get(path))}
     for other in failed:
         if other != index and _at_least(flat[index], flat[other], direction):
@@ -66,6 +66,3 @@ def _same(one: Any, other: Any) -> bool:
     except Exception:  # values whose equality is no truth value
         return False
 
-
-def _sign(difference: float) -> int:
-    return (difference > 0) - (difference < 0)

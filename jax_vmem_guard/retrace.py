@@ -30,6 +30,7 @@ class Retracer:
                 "how the program was traced is not known: it was traced before the guard was on, or JAX made it from a "
                 "jitted function by `jax.grad` or `jax.vmap` outside of `jax.jit` (put `jax.jit` outermost)")
         self._call = lowering.call
+        self._types: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self.chosen: dict[str, int] = dict(lowering.chosen)
         program, self.sites = self.program(self.chosen)
         before = lowering.closed_jaxpr
@@ -50,4 +51,9 @@ class Retracer:
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             raise CannotTraceAgain(f"tracing raises {type(error).__name__}: {lines[0][:200]}") from error
+        types = _jax_trace.types_of(program)
+        self._types = self._types or types
+        if types != self._types:
+            (_, before), (_, now) = self._types, types
+            raise CannotTraceAgain(f"the program's results would be {', '.join(now)} instead of {', '.join(before)}")
         return program, retracing.sites
