@@ -28,6 +28,7 @@ def attributes():
 @pytest.fixture(autouse=True)
 def as_found():
     """Every test leaves JAX as it was."""
+    vmem_guard.uninstall()  # whatever tests before this one have left
     before = attributes()
     yield
     vmem_guard.uninstall()
