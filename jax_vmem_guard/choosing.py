@@ -59,6 +59,14 @@ def attempt_refused(program: _jax.Program, policy: Policy, consensus: Consensus)
     return _Ladder(program, policy, chip, consensus).take_references()
 
 
+def has_choices(program: _jax.Program) -> bool:
+    """Whether functions in the program have declared choices: then a failure of other remedies is not the last word."""
+    try:
+        return declared.any_declared() and bool(Retracer(program.lowering).sites)
+    except CannotTraceAgain:
+        return False
+
+
 def refused_by_compiler(error: BaseException) -> bool:
     """Whether a compile failed because Mosaic, inside the TPU compiler, does not take a kernel (libtpu 0.0.30 to 0.0.52)."""
     return "Mosaic failed to compile TPU kernel" in str(error)

@@ -12,7 +12,7 @@ from jax_vmem_guard import _jax, ahead
 from jax_vmem_guard.agreement import AgreementError
 from jax_vmem_guard.bug_report import write_bundle
 from jax_vmem_guard.chips import chip_for_device_kind
-from jax_vmem_guard.choosing import attempt_recalled, attempt_refused, attempt_repair, refused_by_compiler
+from jax_vmem_guard.choosing import attempt_recalled, attempt_refused, attempt_repair, has_choices, refused_by_compiler
 from jax_vmem_guard.consensus import Consensus
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
 from jax_vmem_guard.explain import explain
@@ -129,7 +129,7 @@ class _Counsel:
         return self._repair(self._program, diagnosis)
 
     def _repair(self, program: _jax.Program, diagnosis: Diagnosis | None) -> Attempt:
-        if self._recollection.failure is not None and self._policy.mode == "fix":
+        if self._recollection.failure is not None and self._policy.mode == "fix" and not has_choices(program):
             return Attempt(tried=(f"nothing: the plan file remembers that nothing helps: {self._recollection.failure}. "
                                   "`jax-vmem-guard plan prune --failed FILE` lets the guard try again",))
         try:
