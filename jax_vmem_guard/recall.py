@@ -188,7 +188,8 @@ def _library_is_installed_one() -> bool:
     return not path or any(os.path.realpath(path).startswith(os.path.realpath(folder)) for folder in folders or ())
 
 
-_BODY = re.compile(r'\\22body\\22: \\22[^\\"]*\\22')
+#: A kernel's code and, in jax 0.12, its source locations, in base64, as MLIR prints a backend config.
+_BODY = re.compile(r'\\22(?:body|debug_locations)\\22: ?\\22[^\\"]*\\22')
 
 
 def program_digest(program: _jax.Program, kernels: Iterable[Kernel]) -> str:

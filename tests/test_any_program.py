@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -37,7 +37,7 @@ steps = st.builds(
     block=st.sampled_from([8, 16, 64, 512, 2048, 4096, 8192]),
     nested=st.sampled_from(["plain", "plain", "jit", "scan", "while", "cond", "remat", "vmap", "grad"]),
     dtype=st.sampled_from(["float32", "bfloat16", "int32"]),
-    scratch_mib=st.sampled_from([0, 0, 0, 0, 1, 12, 20, 24, 40, 140]),
+    scratch_mib=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 1, 12, 24, 140]),
     limit_mib=st.sampled_from([None, None, None, 4, 64]),
     one_buffer=st.booleans())
 
@@ -50,30 +50,28 @@ def kernel_of(step: Step, rows: int):
     out = pl.BlockSpec((block, COLUMNS), lambda i: (i, 0))
     few = min(block, 16)
 
-    def unary(x_ref, o_ref, *scratch):
+    def unary(x_ref, o_ref):
         o_ref[:few, :] = x_ref[:few, :] * 2
-        if scratch:
-            scratch[0][:8, :] = jnp.zeros((8, COLUMNS), jnp.float32)
 
-    def binary(x_ref, y_ref, o_ref, *scratch):
+    def binary(x_ref, y_ref, o_ref):
         o_ref[:few, :] = x_ref[:few, :] + y_ref[:few, :]
 
-    def row_sum(x_ref, o_ref, *scratch):
+    def row_sum(x_ref, o_ref):
         o_ref[:few, :] = jnp.broadcast_to(jnp.sum(x_ref[:few, :].astype(jnp.float32), axis=1, keepdims=True),
                                           (few, COLUMNS)).astype(dtype)
 
-    def matmul(x_ref, y_ref, o_ref, *scratch):
+    def matmul(x_ref, y_ref, o_ref):
         o_ref[:few, :] = jnp.dot(x_ref[:few, :].astype(jnp.float32), y_ref[...].astype(jnp.float32),
                                  preferred_element_type=jnp.float32).astype(dtype)
 
-    def accumulate(x_ref, o_ref, *scratch):
+    def accumulate(x_ref, o_ref):
         @pl.when(pl.program_id(0) == 0)
         def _():
             o_ref[...] = jnp.zeros_like(o_ref)
 
         o_ref[...] += x_ref[:8, :]
 
-    def prefetch(s_ref, x_ref, o_ref, *scratch):
+    def prefetch(s_ref, x_ref, o_ref):
         o_ref[:few, :] = x_ref[:few, :] + s_ref[0].astype(dtype)
 
     square = pl.BlockSpec((COLUMNS, COLUMNS), lambda i: (0, 0))
@@ -82,22 +80,33 @@ def kernel_of(step: Step, rows: int):
         "unary": (unary, [rows_of]), "binary": (binary, [rows_of, rows_of]), "sum": (row_sum, [rows_of]),
         "matmul": (matmul, [rows_of, square]), "shifted": (unary, [steps_before]),
         "accumulate": (accumulate, [rows_of]), "prefetch": (prefetch, None), "whole": (unary, None)}[step.kind]
+    scratch = [pltpu.VMEM((step.scratch_mib * 1024, COLUMNS), jnp.float32)] if step.scratch_mib else []
+
+    def with_scratch(*refs):
+        """The body, and scratch that the compiler cannot leave out."""
+        *others, memory = refs
+        half = pl.program_id(0) % 2 * 8
+        memory[pl.ds(half, 8), :] = jnp.full((8, COLUMNS), 3, jnp.float32)
+        body(*others)
+        others[-1][:8, :] += memory[pl.ds(8 - half, 8), :].astype(dtype)
+
+    called = with_scratch if scratch else body
     options = {"out_shape": jax.ShapeDtypeStruct(shape, dtype), "name": step.kind,
                "compiler_params": pltpu.CompilerParams(
                    vmem_limit_bytes=None if step.limit_mib is None else step.limit_mib * MiB)}
-    scratch = [pltpu.VMEM((step.scratch_mib * 1024, COLUMNS), jnp.float32)] if step.scratch_mib else []
     if step.kind == "prefetch":
-        return lambda x: pl.pallas_call(body, grid_spec=pltpu.PrefetchScalarGridSpec(
+        return lambda x: pl.pallas_call(called, grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(rows // block,),
             in_specs=[pl.BlockSpec((block, COLUMNS), lambda i, s: (i, 0))],
             out_specs=pl.BlockSpec((block, COLUMNS), lambda i, s: (i, 0)), scratch_shapes=scratch),
             **options)(jnp.arange(4, dtype=jnp.int32), x)
     if step.kind == "whole":
-        return lambda x: pl.pallas_call(body, scratch_shapes=scratch, **options)(x)
+        return lambda x: pl.pallas_call(unary, **options)(x)
     if step.kind == "accumulate":
         options["out_shape"] = jax.ShapeDtypeStruct((8, COLUMNS), dtype)
         out = pl.BlockSpec((8, COLUMNS), lambda i: (0, 0))
-    call = pl.pallas_call(body, grid=(rows // block,), in_specs=in_specs, out_specs=out, scratch_shapes=scratch, **options)
+    call = pl.pallas_call(called, grid=(rows // block,), in_specs=in_specs, out_specs=out, scratch_shapes=scratch,
+                          **options)
     others = {"binary": lambda x: (x * 3,), "matmul": lambda x: (x[:COLUMNS, :],)}.get(step.kind, lambda x: ())
     if step.kind == "accumulate":
         return lambda x: x + call(x)[:1, :]
@@ -191,24 +200,26 @@ def check(made: list[Step], rows: int, chip: str) -> str:
         vmem_guard.uninstall()
 
 
-ends: dict[str, int] = {}
+#: Mostly one kernel: a program with two takes twice as long and shows little more.
+kernels = st.one_of(*[st.lists(steps, min_size=1, max_size=1)] * 3, st.lists(steps, min_size=2, max_size=2))
 
 
-def any_program(examples: int):
-    def test(made, rows, chip):
+def any_program(chip: str, examples: int, ends: dict[str, int]):
+    """A test of so many random programs for one chip, the same ones each time, which counts how they end."""
+    def test(made, rows):
         assume(all(step.kind != "matmul" or rows >= COLUMNS for step in made))
         end = check(made, rows, chip)
         ends[end] = ends.get(end, 0) + 1
 
-    given_test = given(made=st.lists(steps, min_size=1, max_size=2), rows=st.sampled_from([64, 1024, 8192, 32768]),
-                       chip=st.sampled_from(CHIPS))(test)
-    return settings(max_examples=examples, deadline=None, derandomize=True, database=None,
-                    suppress_health_check=list(HealthCheck))(given_test)
+    given_test = given(made=kernels, rows=st.sampled_from([64, 1024, 16384, 131072]))(test)
+    return seed(CHIPS.index(chip))(settings(max_examples=examples, deadline=None, database=None, phases=[
+        Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck))(given_test))
 
 
-@pytest.mark.parametrize("examples", [500, pytest.param(5000, marks=pytest.mark.long)])
-def test_guard_on_and_off_agree_on_every_program(examples):
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.long)])
+def test_guard_on_and_off_agree_on_every_program(chip, examples):
     """A program that compiles reaches the compiler unchanged; one that fails is repaired or fails in the same words."""
-    ends.clear()
-    any_program(examples)()
-    assert ends["fits"] > examples // 4 and ends["repaired"] > examples // 100 and ends["fails"] > examples // 100, ends
+    ends: dict[str, int] = {}
+    any_program(chip, examples, ends)()
+    assert ends["fits"] > examples // 4 and len(ends) > 1, ends
