@@ -10,7 +10,8 @@ block that stays in place, holds when step a begins must not matter. Shown on th
 An output block in parts needs the first way: what it holds in the end is read by whoever reads the result.
 
 Conditions that can be decided are followed; of others both branches are taken, and a write counts if it is in both.
-Loops that may run no iteration count for their reads, not for their writes.
+Loops that may run no iteration count for their reads, not for their writes. A buffer is whole also when constant slices of
+one dimension cover it, or a loop that writes chunk i of it in every iteration i.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jax_vmem_guard import _jax_pallas as jp
-from jax_vmem_guard.splitting import frames, memory
+from jax_vmem_guard.splitting import chunks, frames, memory
 from jax_vmem_guard.splitting.frames import Frame, RefId
 
 _SCALAR: dict[str, Any] = {
@@ -74,6 +75,24 @@ def carried(root: Frame, shapes: Mapping[RefId, tuple[int, ...]], final: frozens
     return found
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Part of a buffer, whole in all dimensions but `dim`: start..stop, or chunk i in iteration i of a loop."""
+
+    ref: RefId
+    dim: int
+    start: int = 0
+    stop: int = 0
+    loop: int | None = None
+
+    def holds(self, other: _Piece) -> bool:
+        return (self.ref, self.dim, self.loop) == (other.ref, other.dim, other.loop) \
+            and self.start <= other.start and other.stop <= self.stop
+
+
+_Written = frozenset[Any]  # of RefId, written whole, and of _Piece
+
+
 @dataclass
 class _Run:
     """One abstract run of the kernel; `early` collects the buffers read before they are written whole."""
@@ -84,8 +103,8 @@ class _Run:
     early: set[RefId] = field(default_factory=set)
     known: dict[tuple[int, Any], Any] = field(default_factory=dict)
 
-    def frame(self, frame: Frame, written: frozenset[RefId]) -> frozenset[RefId]:
-        """Runs the frame; what is written whole after it."""
+    def frame(self, frame: Frame, written: _Written) -> _Written:
+        """Runs the frame; what is written after it."""
         used = _used(frame)
         for index, eqn in enumerate(frame.jaxpr.eqns):
             if index in frame.controls:
@@ -97,14 +116,50 @@ class _Run:
             ref = frames.resolve_ref(frame, acc.ref)
             if ref not in self.shapes:
                 continue
+            piece = self._piece(frame, acc, ref)
             reads = not acc.stores or acc.adds or eqn.outvars[0] in used
-            if reads and ref not in written:
+            if reads and ref not in written and not (piece and any(
+                    isinstance(one, _Piece) and one.holds(piece) for one in written)):
                 self.early.add(ref)
-            if acc.stores and not acc.adds and memory.is_full(acc, self.shapes[ref]):
-                written |= {ref}
+            if acc.stores and not acc.adds:
+                written = self._store(acc, ref, piece, written)
         return written
 
-    def _control(self, frame: Frame, index: int, written: frozenset[RefId]) -> frozenset[RefId]:
+    def _store(self, acc: memory.Access, ref: RefId, piece: _Piece | None, written: _Written) -> _Written:
+        if memory.is_full(acc, self.shapes[ref]):
+            return written | {ref}
+        if piece is None:
+            return written
+        written |= {piece}
+        if piece.loop is None:
+            reached = 0
+            for one in sorted((p for p in written if isinstance(p, _Piece) and (p.ref, p.dim, p.loop)
+                               == (ref, piece.dim, None)), key=lambda p: p.start):
+                reached = max(reached, one.stop) if one.start <= reached else reached
+            if reached >= self.shapes[ref][piece.dim]:
+                return written | {ref}
+        return written
+
+    def _piece(self, frame: Frame, acc: memory.Access, ref: RefId) -> _Piece | None:
+        """The part of the buffer that the access is to, where it is of a simple kind."""
+        plain = jp.indexers(acc.transforms)
+        if plain is None or len(plain) != 1 or plain[0].int_indexer_shape != () or acc.mask is not None:
+            return None
+        partial = [d for d, (index, extent) in enumerate(zip(plain[0].indices, self.shapes[ref], strict=True))
+                   if not memory.takes_all(index, extent) and (jp.is_slice(index) or extent != 1)]
+        if len(partial) != 1:
+            return None
+        (dim,) = partial
+        chunk = chunks.find(frame, acc, dim)
+        if chunk is not None:
+            return _Piece(ref, dim, loop=chunk.loop.number)
+        index = plain[0].indices[dim]
+        if not jp.is_slice(index) or index.stride != 1 or not isinstance(index.size, int):
+            return None
+        start = index.start if isinstance(index.start, int) else self.value(frame, index.start)
+        return None if start is None else _Piece(ref, dim, int(start), int(start) + index.size)
+
+    def _control(self, frame: Frame, index: int, written: _Written) -> _Written:
         control, bodies = frame.controls[index], frame.children[index]
         if control.kind == "cond":
             choice = self.value(frame, frame.jaxpr.eqns[index].invars[0])
@@ -115,7 +170,12 @@ class _Run:
             self.frame(bodies[1], self.frame(bodies[0], written))
             return written
         after = self.frame(bodies[0], written)
-        return after if control.kind != "scan" or control.length > 0 else written
+        if control.kind != "scan":
+            return after
+        if control.length == 0:
+            return written
+        over = {p for p in after if isinstance(p, _Piece) and p.loop == bodies[0].number}
+        return (after - over) | {p.ref for p in over}
 
     def value(self, frame: Frame, atom: Any) -> Any:
         """The number a scalar is known to be, or None."""
