@@ -625,15 +625,16 @@ def stablehlo_bytecode(module: Any) -> bytes:
 def parse_mosaic(body: bytes) -> Any:
     """An `ir.Module` from the Mosaic code in a custom call's body, brought back from its stable serialised form.
 
-    Uses the pass `mosaic-serde` (seen in jax 0.8.1 to 0.12.0). The module has a context of its own: about 1.3 ms, and
-    nothing of it outlives the module.
+    Locations are taken out: the same kernel is then the same wherever its source lies. Uses the passes
+    `strip-debuginfo` and `mosaic-serde` (seen in jax 0.8.1 to 0.12.0). The module has a context of its own: about
+    1.3 ms, and nothing of it outlives the module.
     """
     from jaxlib.mlir.passmanager import PassManager
 
     module = parse_shipped_mosaic(body)
-    if "stable_mosaic.version" in module.operation.attributes:
-        with module.context:
-            PassManager.parse("builtin.module(mosaic-serde{serialize=false})").run(module.operation)
+    decode = ",mosaic-serde{serialize=false}" if "stable_mosaic.version" in module.operation.attributes else ""
+    with module.context:
+        PassManager.parse(f"builtin.module(strip-debuginfo{decode})").run(module.operation)
     return module
 
 

@@ -7,8 +7,12 @@ spill slots asks is read here once.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +47,7 @@ class Op:
     results: tuple[Value, ...]
     blocks: tuple[tuple[Op, ...], ...] = ()
     arguments: tuple[tuple[Value, ...], ...] = ()
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +60,8 @@ class Body:
 
 _VECTOR = re.compile(r"vector<((?:\d+x)*)([^>]+)>$")
 _INTEGER = re.compile(r"(-?\d+) : ")
+_LEAVES = ("arith.", "math.", "vector.load", "vector.broadcast", "vector.shape_cast", "tpu.memref_", "tpu.vector_store",
+           "tpu.enqueue_dma", "tpu.wait_dma", "memref.load", "memref.store")  # these have no regions
 _DETAILS = {
     "arith.cmpi": "predicate",
     "vector.multi_reduction": "reduction_dims",
@@ -85,24 +91,28 @@ def _read_block(block: Any, values: dict[Any, Value], types: dict[Any, Any]) -> 
         op = operation.operation
         name = op.name
         record = Op(
-            name=name,
-            operands=tuple(values[v] if v in values else _value(v, values, types) for v in op.operands),
-            results=tuple(_value(v, values, types) for v in op.results),
+            name,
+            tuple([values.get(v) or _value(v, values, types) for v in op.operands]),
+            tuple([_value(v, values, types) for v in op.results]),
         )
+        ops.append(record)
         if name == "arith.constant":
             if record.results[0].shape is None:
                 record.results[0].constant = _constant(str(op.attributes["value"]))
-        elif name in _DETAILS and _DETAILS[name] in op.attributes:
-            record.detail[_DETAILS[name]] = _numbers(str(op.attributes[_DETAILS[name]]))
-        regions = op.regions
-        if len(regions):
-            blocks, block_arguments = [], []
-            for region in regions:
-                for inner in region.blocks:
-                    block_arguments.append(tuple(_value(a, values, types) for a in inner.arguments))
-                    blocks.append(_read_block(inner, values, types))
-            record.blocks, record.arguments = tuple(blocks), tuple(block_arguments)
-        ops.append(record)
+        elif name in _DETAILS:
+            detail = _DETAILS[name]
+            attributes = op.attributes
+            if detail in attributes:
+                record.detail = {detail: _numbers(str(attributes[detail]))}
+        elif not name.startswith(_LEAVES):
+            regions = op.regions
+            if len(regions):
+                blocks, arguments = [], []
+                for region in regions:
+                    for inner in region.blocks:
+                        arguments.append(tuple([_value(a, values, types) for a in inner.arguments]))
+                        blocks.append(_read_block(inner, values, types))
+                record.blocks, record.arguments = tuple(blocks), tuple(arguments)
     return tuple(ops)
 
 

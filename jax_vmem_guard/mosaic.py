@@ -64,7 +64,7 @@ class MosaicKernel:
       scratch: scratch operands.
       alloca_chains: allocations that live together, one tuple for each innermost scope that allocates.
       communicates: its code names another device or waits at a barrier.
-      digest: SHA-256 of the code without locations.
+      digest: SHA-256 of the code, as bytecode without locations.
       module: the decoded `ir.Module`; it must not be changed.
       function: the kernel's function in it.
     """
@@ -151,7 +151,7 @@ def _read(module: Any, function: Any, functions: dict[str, Any], ir_version: int
             synchronous="pipeline_mode" in param and "synchronous" in str(param["pipeline_mode"]),
             index_map=index_map,
         ))
-    text = module.operation.get_asm(enable_debug_info=False)
+    allocates, communicates = _look_through(module)
     name = _module_name(module)
     return MosaicKernel(
         name=name if name is not None else _symbol(function),
@@ -161,9 +161,9 @@ def _read(module: Any, function: Any, functions: dict[str, Any], ir_version: int
         prefetch=tuple(refs[:n_prefetch]),
         windows=tuple(windows),
         scratch=tuple(refs[windows_end:]),
-        alloca_chains=tuple(_alloca_chains(function.regions[0], ())),
-        communicates=_names_other_devices(text),
-        digest=hashlib.sha256(text.encode()).hexdigest(),
+        alloca_chains=tuple(_alloca_chains(function.regions[0], ())) if allocates else (),
+        communicates=communicates,
+        digest=hashlib.sha256(_jax.mosaic_bytecode(module)).hexdigest(),
         module=module,
         function=function,
     )
@@ -236,9 +236,30 @@ def _alloca_chains(region: Any, outer: tuple[Ref, ...]) -> list[tuple[Ref, ...]]
     return chains if chains else [here] if own else []
 
 
-def _names_other_devices(text: str) -> bool:
-    """Whether the code addresses another device: a device id on a DMA or signal, or the global barrier."""
-    return bool(re.search(r"\bdevice_id\(|\btpu\.sem_barrier\b|\btpu\.get_barrier_semaphore\b", text))
+_BARRIERS = ("tpu.sem_barrier", "tpu.get_barrier_semaphore")
+_LOCAL_OPERANDS = {"tpu.enqueue_dma": 3, "tpu.sem_signal": 2}  # more than these may name a device
+
+
+def _look_through(module: Any) -> tuple[bool, bool]:
+    """Whether the code allocates memory, and whether it addresses other devices.
+
+    It does by a device id on a DMA or signal, or by the global barrier.
+    """
+    ir = _jax.ir()
+    found = {"allocates": False, "communicates": False}
+
+    def visit(op: Any) -> Any:
+        name = op.name
+        if name == "memref.alloca":
+            found["allocates"] = True
+        elif name in _BARRIERS:
+            found["communicates"] = True
+        elif name in _LOCAL_OPERANDS and not found["communicates"] and len(op.operands) > _LOCAL_OPERANDS[name]:
+            found["communicates"] = "device_id" in str(op)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found["allocates"], found["communicates"]
 
 
 def _text(attributes: Any, name: str) -> str:
