@@ -32,21 +32,26 @@ def compiled(closed_jaxpr, shapes, chip):
     return jax.jit(jax.extend.core.jaxpr_as_fun(closed_jaxpr)).lower(*args).compile()
 
 
-def fits_once_split(name):
+def fits_once_split(name, chip="v4", most=16 << 20):
     case = LARGE[name]
     program = traced(case.fun, *case.shapes)
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem|memory"):
-        compiled(program, case.shapes, "v4")
+        compiled(program, case.shapes, chip)
     splits = {site.path: Split(axes=next(axes for part, axes in FITTING[name].items() if part in site.name))
               for site in find_pallas_calls(program)}
-    used = kernels_on_chips.used_by_kernels(compiled(apply_splits(program, splits), case.shapes, "v4"))
-    assert used and max(used) <= 16 << 20
+    used = kernels_on_chips.used_by_kernels(compiled(apply_splits(program, splits), case.shapes, chip))
+    assert used and max(used) <= most
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_split_kernels_compile_where_they_ran_out_of_memory(name):
     """Out of memory on v4; split, it compiles and uses less than 16 MiB."""
     fits_once_split(name)
+
+
+def test_above_the_capacity_of_tpu7x():
+    """A softmax that needs 79.8 MiB, more than tpu7x has at any limit, fits its default limit once split."""
+    fits_once_split("softmax", chip="tpu7x", most=32 << 20)
 
 
 @pytest.mark.long

@@ -252,7 +252,8 @@ def test_a_change_holds_the_split():
     option = next(o for o in options if len(o.split.axes) == 2)
     change = splitting.change(site, option, fingerprint="f")
     assert splitting.from_data(json.loads(json.dumps(change.data))) == option.split
-    assert change.remedy == "split" and "make the blocks along grid axis 0" in change.edit
+    assert change.remedy == "split" and "make grid axis 0 2 times longer" in change.edit
+    assert "input `args[0]` (256, 256) -> (128, 256)" in change.edit
 
 
 def test_a_new_axis_survives_json():

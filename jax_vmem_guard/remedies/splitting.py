@@ -32,7 +32,7 @@ def change(site: CallSite, option: SplitOption, *, fingerprint: str, need_bytes:
         before=f"windows and scratch {option.before.vmem_bytes / MiB:.2f} MiB, {option.before.steps} grid steps",
         after=(f"windows and scratch {option.after.vmem_bytes / MiB:.2f} MiB, {option.after.steps} grid steps: "
                f"{axes}"),
-        edit=f"{site.source or 'its pallas_call'}: {_edit(option.split)}",
+        edit=f"{site.source or 'its pallas_call'}: {_edit(option)}",
         data={"axes": [[axis if isinstance(axis, int) else [axis.output, axis.dim], parts]
                        for axis, parts in option.split.axes]})
 
@@ -46,13 +46,9 @@ def from_data(data: dict[str, list[list[object]]]) -> Split:
     return Split(axes=tuple(pairs))
 
 
-def _edit(split: Split) -> str:
-    steps = []
-    for axis, parts in split.axes:
-        if isinstance(axis, int):
-            steps.append(f"make the blocks along grid axis {axis} {parts} times smaller and that axis {parts} times "
-                         "longer")
-        else:
-            steps.append(f"add a grid axis of {parts} steps along dimension {axis.dim} of output {axis.output} and "
-                         f"make that dimension of the blocks {parts} times smaller")
-    return "; ".join(steps)
+def _edit(option: SplitOption) -> str:
+    steps = [f"make {describe(axis)} {parts} times longer" if isinstance(axis, int) else
+             f"add a grid axis of {parts} steps along dimension {axis.dim} of "
+             f"output {axis.output}" for axis, parts in option.split.axes]
+    blocks = [f"{name} {before} -> {after}" for name, before, after in option.blocks]
+    return f"{' and '.join(steps)}; blocks: {', '.join(blocks)}"

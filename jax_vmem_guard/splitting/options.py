@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from jax_vmem_guard import _jax_pallas as jp
 from jax_vmem_guard.chips import Chip
 from jax_vmem_guard.splitting import cost, versions, windows
 from jax_vmem_guard.splitting.axes import Axis, NewAxis, Split
@@ -29,12 +30,14 @@ class SplitOption:
       split: what to hand to `apply_splits`.
       proven: the proof went through for these numbers of parts; of a pair, for the smallest ones.
       before, after: VMEM, traffic and steps, estimated.
+      blocks: what becomes smaller: (name, block shape before, block shape after); scratch buffers included.
     """
 
     split: Split
     proven: bool
     before: Cost
     after: Cost
+    blocks: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
 
     @property
     def refetched_bytes(self) -> int:
@@ -182,6 +185,18 @@ def _option(ways: Sequence[_Found], operands: Sequence[Operand], grid: Sequence[
     finer = {one.axis: one.parts for one in ways if isinstance(one.axis, int)}
     new = math.prod(one.parts for one in ways if not isinstance(one.axis, int))
     return SplitOption(split=Split(axes=tuple(pair for one in ways for pair in one.chain)), proven=len(ways) == 1,
-                       before=before, after=cost.cost(operands, grid, chip, parts, finer, new))
+                       before=before, after=cost.cost(operands, grid, chip, parts, finer, new),
+                       blocks=tuple(_block(operands[position], cut) for position, cut in sorted(parts.items())))
+
+
+def _block(operand: Operand, cut: Mapping[int, int]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    if operand.mapping is None:
+        before, places = operand.shape, tuple(range(len(operand.shape)))
+    else:
+        before, places = tuple(jp.block_size(b) for b in operand.mapping.block_shape), operand.dims
+    after = list(before)
+    for dim, parts in cut.items():
+        after[places[dim]] //= parts
+    return operand.name, before, tuple(after)
 
 
