@@ -7,7 +7,7 @@ used is the kernel's plain need, to the byte (measured on 1021 kernels, v2 to tp
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -75,7 +75,18 @@ class Prober:
             answers = {key: self._answers[scoped[key]] for key in modules}
             asked_first = self._unasked.intersection(scoped.values())
             self._unasked -= asked_first
-        return {key: answer.result() for key, answer in answers.items()}, len(asked_first)
+        try:
+            return {key: answer.result() for key, answer in answers.items()}, len(asked_first)
+        except BaseException:  # an interrupt, in a probe or here, is no answer: the next one who asks gets a new probe
+            self._forget_unanswered(scoped.values())
+            raise
+
+    def _forget_unanswered(self, keys: Iterable[Any]) -> None:
+        with self._lock:
+            for key in keys:
+                answer = self._answers.get(key)
+                if answer is not None and answer.done() and (answer.cancelled() or answer.exception() is not None):
+                    del self._answers[key]
 
     def clear(self) -> None:
         with self._lock:

@@ -34,7 +34,7 @@ def cache(tmp_path):
 def test_what_is_cached_is_the_repaired_program(cache):
     """One entry: the program that failed leaves none, the kernel alone leaves none."""
     vmem_guard.install(vmem_guard.Policy(ahead="never"))
-    use.compile_anew(use.too_large, use.array(), use.array())
+    use.compile_anew(use.spilling, use.cube())
     assert len(cache()) == 1
 
 
@@ -61,7 +61,7 @@ def test_a_program_that_fits_has_the_same_key_under_the_guard(cache):
 def test_the_plan_file_may_lie_in_the_cache(cache, tmp_path):
     """`plan_file="auto"`: a remembered program is looked up in the cache first, under the key of its repaired form."""
     vmem_guard.install(vmem_guard.Policy(plan_file="auto", ahead="never"))
-    assert use.compiles_of(use.too_large, use.array(), use.array())[:2] == (2, 1)
+    assert use.compiles_of(use.too_large, use.array(), use.array())[0] == 2
     written = cache()
     assert use.compiles_of(use.too_large, use.array(), use.array())[:2] == (1, 0)
     assert cache() == written

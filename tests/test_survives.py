@@ -11,8 +11,10 @@ from pathlib import Path
 
 import cheap_programs as cheap
 import jax
+import public_cases as cases
 import pytest
 from jax._src.interpreters import pxla
+from kernels_on_chips import lower_with
 
 import jax_vmem_guard as vmem_guard
 from jax_vmem_guard import _jax, hook
@@ -109,6 +111,9 @@ def test_installing_in_the_middle_of_a_compile_guards_the_next_one(made):
     assert [repair.program for repair in made()] == ["jit(needs_more_9)"]
 
 
+spilling, arguments = cases.transpose()  # its registers spill: the guard asks the compiler what it needs
+
+
 @pytest.mark.parametrize("n, probes", [(1, False), (2, False), (1, True)], ids=["first", "retry", "probe"])
 def test_an_interrupt_ends_a_repair_and_leaves_nothing_behind(n, probes, made, tmp_path):
     """Ctrl-C in the failing compile, in the retry and in a probe reaches the caller; afterwards all works as before."""
@@ -118,7 +123,7 @@ def test_an_interrupt_ends_a_repair_and_leaves_nothing_behind(n, probes, made, t
     def interrupt():
         raise KeyboardInterrupt
 
-    lowered = cheap.lower(cheap.needs_more, 10)
+    lowered = lower_with(jax.jit(spilling), *arguments)
     before = lowered.as_text()
     with Before(interrupt, n=n, probes=probes), pytest.raises(KeyboardInterrupt):
         lowered.compile()
