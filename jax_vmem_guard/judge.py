@@ -91,8 +91,8 @@ def _compiled(kernels: tuple[Kernel, ...], topology: Topology, program: str, exe
         made = changes.get(kernel.fingerprint, ())
         limit = found.limit_bytes if found is not None and found.limit_bytes else _limit(kernel, topology.chip)
         rows.append(_row(kernel, topology, program, verdict=REPAIRED if made else FITS, limit=limit,
-                         need=None if found is None else found.used_bytes, measured=found is not None, changes=made,
-                         reason=None if found is not None else _unseen(kernel), compiled=_as_compiled(found)))
+                         need=0 if found is None else found.used_bytes, measured=found is not None, changes=made,
+                         reason=None if found is not None else _unseen(kernel, made), compiled=_as_compiled(found)))
     rows += [_change_row(change, topology, program) for change in options]
     return tuple(rows) or (_without_kernels(instructions, topology, program),)
 
@@ -178,10 +178,13 @@ def _most(*sizes: int | None) -> int | None:
     return max((size for size in sizes if size is not None), default=None)
 
 
-def _unseen(kernel: Kernel) -> str:
+def _unseen(kernel: Kernel, changes: tuple[Change, ...]) -> str:
+    """Why a kernel of the lowered program is not in the compiled one."""
+    if any(change.remedy == "fallback" for change in changes):
+        return "the declared fallback runs in its place: no kernel, no scoped VMEM"
     if kernel.core != "tc":
         return "runs on the SparseCore, which has memory of its own"
-    return "the compiler removed it, or did not say what it uses"
+    return "is not in the compiled program: nothing needs its results, or another kernel took its place"
 
 
 def _changes_by_kernel(repair: Repair | None) -> Mapping[str, tuple[Change, ...]]:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
+import jax_vmem_guard as vmem_guard
 from jax_vmem_guard import hook
 from jax_vmem_guard.check import check
 from jax_vmem_guard.chips import CHIPS, MiB
@@ -68,6 +69,19 @@ def test_a_repaired_kernel_shows_the_blocks_it_was_compiled_with():
     assert row.verdict == REPAIRED
     assert {item.buffers for item in row.items} == {1}
     assert row.windows_bytes == row.need_bytes == 16 * MiB
+
+
+def test_declared_choices_and_fallbacks_count():
+    """The next choice is taken where the first does not fit; a fallback needs no VMEM and is told as such."""
+    tunable = vmem_guard.tunable(targets.scale, rows=[2048, 256])
+    (row,) = check(lambda x: tunable(x), targets.array(4096), topology="v4").rows
+    assert (row.verdict, row.need_bytes) == (REPAIRED, 4 * MiB)
+    otherwise = vmem_guard.fallback(lambda x: targets.scale(x, 2048), lambda x: x * 2)
+    result = check(lambda x: otherwise(x), targets.array(4096), topology="v4", policy=Policy(remedies=("limit",)))
+    (row,) = result.rows
+    assert (row.verdict, row.need_bytes) == (REPAIRED, 0)
+    assert "fallback runs in its place" in row.reason
+    assert result.exit_code(max_share=0.5) == 0
 
 
 def test_mode_off_judges_the_program_as_it_is():
