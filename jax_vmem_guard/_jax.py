@@ -529,6 +529,28 @@ def _rank_of(sharding: Any) -> int:
     return len(getattr(sharding, "shape", ()) or ())
 
 
+@contextlib.contextmanager
+def past_the_compilation_cache() -> Iterator[None]:
+    """Lets compilations for chips that are not here go past JAX's persistent compilation cache.
+
+    A client that can only compile cannot load what is cached: JAX would compile all the same, warn, and leave an entry.
+    Clients that can run are not affected. Seen in 0.8.1 to 0.12.0: `compiler` asks
+    `compilation_cache.is_cache_used(backend)` through the module for each compilation.
+    """
+    from jax._src import compilation_cache
+
+    original = _require(compilation_cache, "is_cache_used")
+
+    def is_cache_used(backend: Any) -> bool:
+        return "CompileOnly" not in type(backend).__name__ and bool(original(backend))
+
+    compilation_cache.is_cache_used = is_cache_used
+    try:
+        yield
+    finally:
+        compilation_cache.is_cache_used = original
+
+
 #: Modules of JAX's own TPU kernels.
 KERNEL_LIBRARY = "jax.experimental.pallas.ops."
 

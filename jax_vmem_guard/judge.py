@@ -59,7 +59,8 @@ def judge(computation: Any, topology: Topology, *, program: str,
     labelled = _jax.with_module(computation, custom_call.label(module))
     before = len(repairs())  # a repair is recorded before `compile()` returns
     try:
-        executable = labelled.compile(compiler_options)
+        with _jax.past_the_compilation_cache():
+            executable = labelled.compile(compiler_options)
     except Exception as error:
         return Judgement(program=program, error=error, module=module,
                          rows=_failed(kernels, topology, program, error))

@@ -1,5 +1,10 @@
 """`check`: compile for chips that are not here."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import check_targets as targets
 import jax
 import jax.numpy as jnp
@@ -161,6 +166,26 @@ def test_takes_functions_jitted_by_libraries(wrap):
             lambda x: targets.scale(x, 16))
     (row,) = check(jitted, jnp.ones((64, 1024)), topology="v5e").rows
     assert (row.kernel, row.verdict) == ("scale", FITS)
+
+
+@pytest.mark.compat
+def test_the_compilation_cache_is_left_alone(tmp_path):
+    """A warm cache must not answer for the compiler, and a check leaves nothing in it."""
+    program = ("import check_targets as targets, jax, os, warnings\n"
+               "warnings.simplefilter('error')\n"
+               "from jax_vmem_guard import check\n"
+               "assert check(targets.scale, targets.array(64), 16, topology='v5e').fits\n"
+               "assert not os.path.exists(jax.config.jax_compilation_cache_dir) or "
+               "not os.listdir(jax.config.jax_compilation_cache_dir)\n"
+               "jax.jit(lambda x: x + 1)(1.0)\n"  # what runs here is cached as ever
+               "print(len(os.listdir(jax.config.jax_compilation_cache_dir)) > 0)\n")
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((here, str(Path(here).parent))),
+             "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"})
+    assert done.stdout.strip() == "True", done.stderr[-2000:]
 
 
 def test_leaves_jax_as_it_was():
