@@ -48,6 +48,13 @@ WAITING_SHARE = 0.5
 """Part of a computed left side that waits while the matrix unit is busy."""
 LONG_CHAIN = 8
 """Operations on a matmul's result from which on tpu7x the result waits whole."""
+PILE_UP = {5: (0.055, -0.2), 6: (0.037, -0.2)}
+"""By generation: part of a matmul's result that waits for each operation done on it, and without any.
+
+Measured on bodies of one function between two matmuls: on v5e a polynomial of 16 operations holds the result once, an
+exact division twice, an exponential a third of it; v6e holds two thirds of that, tpu7x a third."""
+DIVISION = 24
+"""Operations a division of whole arrays counts for up to v5."""
 OVERLAP = 0.3
 """Part taken off what is held beyond two arrays at a time where no matmul paces the work."""
 
@@ -135,6 +142,8 @@ class _Schedule:
                 self._make(op, index, result, stage)
         if generation >= 7:
             self._hold_results_of_long_chains()
+        else:
+            self._pile_up_results()
         self._hold_lane_rotates()
         self._delay_idle_reductions()
 
@@ -215,8 +224,18 @@ class _Schedule:
                     if held.last == held.ready and self._chain_length(op.results[0]) >= LONG_CHAIN:
                         held.last = held.ready + 1
 
+    def _pile_up_results(self) -> None:
+        """The matrix units go on while the vector unit still works on their first results."""
+        slope, start = PILE_UP[min(6, max(5, self.generation))]
+        for op in self.ops:
+            if op.name == "tpu.matmul":
+                for held in self.seen[id(op.results[0])].held:
+                    if held.last == held.ready:
+                        share = min(2.0, max(0.0, start + slope * self._chain_length(op.results[0])))
+                        self.matmuls.append((held.ready, share * held.registers, op))
+
     def _chain_length(self, value: Value) -> int:
-        """Arithmetic on a value before it is reduced, multiplied as a matrix or stored."""
+        """Arithmetic on a value before it is reduced, multiplied as a matrix or stored; a division counts for many."""
         size = registers(value.shape or (), "f32")
         counted: set[int] = set()
         todo, length = [value], 0
@@ -228,8 +247,14 @@ class _Schedule:
                 counted.add(position)
                 todo.append(op.results[0])
                 moves = op.name in ("vector.shape_cast", "vector.broadcast", "arith.truncf", "arith.extf")
-                length += not moves and registers(op.results[0].shape, "f32") >= size
+                if moves or registers(op.results[0].shape, "f32") < size:
+                    continue
+                divides = op.name == "arith.divf" and self.generation <= 5 and self._is_full(op.operands[1])
+                length += DIVISION if divides else 1
         return length
+
+    def _is_full(self, value: Value) -> bool:
+        return id(value) in self.seen and all(self.seen[id(value)].vary) and not self.seen[id(value)].constant
 
     def _hold_lane_rotates(self) -> None:
         """Several rotations of one value along its lanes are all made before the first is used up."""

@@ -25,6 +25,8 @@ def measured_footprints():
     for row in measured_kernels():
         if row.used_bytes is not None:
             kernel = row.kernel
+            if not kernel.readable:
+                pytest.skip("the measured kernels are in the Mosaic form of jax 0.10.2, which older JAX cannot read")
             found.append((row, kernel, footprint(kernel, row.chip)))
     return tuple(found)
 
