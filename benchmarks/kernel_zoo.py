@@ -878,3 +878,124 @@ def attention_grad_kv(rows: int, kv: int, length: int = 1024, depth: int = 128) 
                     [along, across, across, along, column, column], [across, across],
                     [pltpu.VMEM((kv, depth), f32)] * 2)(*arrays)
     return fun, [((2, length, depth), bf16)] * 4 + [((2, length, 1), f32)] * 2
+
+
+# ---- held back, second set: written and measured after the last fit, predicted once
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512}, held_back=True)
+def kl_two_logits(rows: int, columns: int = 1024) -> Any:
+    """Kullback-Leibler divergence of two rows of logits."""
+    def body(a, b, o):
+        x, y = a[...].astype(f32), b[...].astype(f32)
+        top_x, top_y = x.max(-1, keepdims=True), y.max(-1, keepdims=True)
+        exp_x, exp_y = jnp.exp(x - top_x), jnp.exp(y - top_y)
+        log_x, log_y = jnp.log(exp_x.sum(-1, keepdims=True)), jnp.log(exp_y.sum(-1, keepdims=True))
+        log_p = x - top_x - log_x
+        o[...] = (jnp.exp(log_p) * (log_p - (y - top_y - log_y))).sum(-1, keepdims=True)
+
+    def fun(a, b):
+        return call(body, struct((4096, 1), f32), (4096 // rows,), [rows_of(rows, columns)] * 2, rows_of(rows, 1))(a, b)
+    return fun, [((4096, columns), bf16)] * 2
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512}, held_back=True)
+def hash_dropout(rows: int, columns: int = 1024) -> Any:
+    """Dropout by a hash of the position, and a residual."""
+    def body(x, r, o):
+        h = lax.broadcasted_iota(i32, (rows, columns), 0) * columns + lax.broadcasted_iota(i32, (rows, columns), 1)
+        h = h * 1103515245 + 12345
+        h = (h ^ (h >> 15)) * 69069
+        keep = ((h ^ (h >> 13)) & 1023) > 100
+        o[...] = (jnp.where(keep, x[...].astype(f32) * 1.1, 0.0) + r[...].astype(f32)).astype(bf16)
+
+    def fun(x, r):
+        return call(body, struct(x.shape, bf16), (4096 // rows,), [rows_of(rows, columns)] * 2, rows_of(rows, columns))(
+            x, r)
+    return fun, [((4096, columns), bf16)] * 2
+
+
+@family({"chunk": 128}, {"chunk": 256}, {"chunk": 512}, held_back=True)
+def triangular_sum(chunk: int, depth: int = 256) -> Any:
+    """Running sums of a chunk by a matmul with ones below the diagonal."""
+    def body(x, g, o):
+        below = lax.broadcasted_iota(i32, (chunk, chunk), 0) >= lax.broadcasted_iota(i32, (chunk, chunk), 1)
+        ones = below.astype(bf16)
+        o[0] = (dot(ones, x[0]) * jnp.exp(-jnp.abs(dot(ones, g[0])) * 0.01)).astype(bf16)
+
+    def fun(x, g):
+        block = pl.BlockSpec((1, chunk, depth), lambda h, i: (h, i, 0))
+        return call(body, struct(x.shape, bf16), (4, 2048 // chunk), [block, block], block)(x, g)
+    return fun, [((4, 2048, depth), bf16)] * 2
+
+
+@family({"rows": 128, "k": 512}, {"rows": 256, "k": 512}, {"rows": 256, "k": 1024}, held_back=True)
+def matmul_then_norm(rows: int, k: int, columns: int = 1024) -> Any:
+    """A matmul summed in scratch, normalised in the last step."""
+    def body(x, w, g, o, acc):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            acc[...] = jnp.zeros_like(acc)
+        acc[...] += dot(x[...], w[...])
+
+        @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+        def _():
+            v = acc[...]
+            d = v - v.mean(-1, keepdims=True)
+            o[...] = (d * lax.rsqrt((d * d).mean(-1, keepdims=True) + 1e-6) * g[...]).astype(bf16)
+
+    def fun(x, w, g):
+        return call(body, struct((2048, columns), bf16), (2048 // rows, 2048 // k),
+                    [pl.BlockSpec((rows, k), lambda i, j: (i, j)), pl.BlockSpec((k, columns), lambda i, j: (j, 0)),
+                     whole(1, columns)], pl.BlockSpec((rows, columns), lambda i, j: (i, 0)),
+                    [pltpu.VMEM((rows, columns), f32)])(x, w, g)
+    return fun, [((2048, 2048), bf16), ((2048, columns), bf16), ((1, columns), f32)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512}, held_back=True)
+def rotate_halves(rows: int, depth: int = 256) -> Any:
+    """Rotary embedding of aligned halves, stored in two parts."""
+    def body(x, c, s, o):
+        v = x[...].astype(f32)
+        a, b = v[:, :depth // 2], v[:, depth // 2:]
+        o[:, :depth // 2] = (a * c[...] - b * s[...]).astype(bf16)
+        o[:, depth // 2:] = (b * c[...] + a * s[...]).astype(bf16)
+
+    def fun(x, c, s):
+        half = rows_of(rows, depth // 2)
+        return call(body, struct(x.shape, bf16), (4096 // rows,), [rows_of(rows, depth), half, half],
+                    rows_of(rows, depth))(x, c, s)
+    return fun, [((4096, depth), bf16), ((4096, depth // 2), f32), ((4096, depth // 2), f32)]
+
+
+@family({"rows": 128, "kv": 512}, {"rows": 256, "kv": 1024}, {"rows": 512, "kv": 512}, held_back=True)
+def value_gated_attention(rows: int, kv: int, depth: int = 128) -> Any:
+    """Softmax attention over all keys, its result gated."""
+    def body(q, k, v, g, o):
+        p = jax.nn.softmax(dot(q[0], k[0], (1, 1)) * 0.088, axis=-1)
+        o[0] = (dot(p.astype(bf16), v[0]) * jax.nn.silu(g[0].astype(f32))).astype(bf16)
+
+    def fun(q, k, v, g):
+        block = pl.BlockSpec((1, rows, depth), lambda h, i: (h, i, 0))
+        keys = pl.BlockSpec((1, kv, depth), lambda h, i: (h, 0, 0))
+        return call(body, struct(q.shape, bf16), (2, 1024 // rows), [block, keys, keys, block], block)(q, k, v, g)
+    return fun, [((2, 1024, depth), bf16), ((2, kv, depth), bf16), ((2, kv, depth), bf16), ((2, 1024, depth), bf16)]
+
+
+@family({"rows": 128}, {"rows": 256}, {"rows": 512}, held_back=True)
+def clipped_adafactor(rows: int, columns: int = 1024) -> Any:
+    """An update scaled by row and column statistics, clipped by its own size."""
+    def body(p, g, r, c, p_out, r_out):
+        grad = g[...].astype(f32)
+        square = grad * grad + 1e-30
+        row = 0.9 * r[...] + 0.1 * square.mean(-1, keepdims=True)
+        r_out[...] = row
+        update = grad * lax.rsqrt(row) * lax.rsqrt(c[...])
+        update = update / jnp.maximum(1.0, jnp.sqrt((update * update).mean()))
+        p_out[...] = p[...] - 1e-3 * update
+
+    def fun(p, g, r, c):
+        return call(body, (struct(p.shape, f32), struct((4096, 1), f32)), (4096 // rows,),
+                    [rows_of(rows, columns), rows_of(rows, columns), rows_of(rows, 1), whole(1, columns)],
+                    [rows_of(rows, columns), rows_of(rows, 1)])(p, g, r, c)
+    return fun, [((4096, columns), f32), ((4096, columns), bf16), ((4096, 1), f32), ((1, columns), f32)]

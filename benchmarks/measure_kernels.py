@@ -1,9 +1,11 @@
 """Measures what the real compiler gives each kernel of the zoo, alone, with the limit at the chip's capacity.
 
-    python benchmarks/measure_kernels.py OUTPUT.jsonl [--chips v5e,v6e,tpu7x] [--families a,b] [--jobs 1]
+    python benchmarks/measure_kernels.py OUTPUT.jsonl [--chips v5e,v6e,tpu7x] [--families a,b]
+    python benchmarks/measure_kernels.py OUTPUT.jsonl --pack tests/data/kernels.jsonl.xz
 
 A row holds the kernel itself (its custom call, locations stripped), so that it can be read again without tracing it.
-Rows already in OUTPUT are not measured again.
+Rows already in OUTPUT are not measured again. `--pack` measures nothing: it puts the rows of OUTPUT in the place of the
+zoo's rows in the data file of the tests; the rows of the first survey stay.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import base64
 import functools
 import json
+import lzma
 import os
 import sys
 import time
@@ -88,17 +91,27 @@ def shipped_call(op: Any) -> dict[str, Any]:
             "results": [str(v.type) for v in op.results], "aliases": sorted(custom_call.aliases(op).items())}
 
 
+def pack(rows: list[dict[str, Any]], data: Path) -> None:
+    with lzma.open(data, "rt") as lines:
+        survey = [row for row in map(json.loads, lines) if row["family"] not in FAMILIES]
+    fields = ("family", "sizes", "chip", "held_back", "name", "used_bytes", "tags", "call")
+    packed = survey + [{name: row.get(name) for name in fields} for row in rows]
+    with lzma.open(data, "wt", preset=9) as lines:
+        lines.write("\n".join(map(json.dumps, packed)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--chips", default="v5e,v6e,tpu7x")
     parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--pack", type=Path, metavar="DATA")
     arguments = parser.parse_args()
-    done = set()
-    if arguments.output.exists():
-        for line in arguments.output.read_text().splitlines():
-            row = json.loads(line)
-            done.add((row["family"], json.dumps(row["sizes"]), row["chip"]))
+    known = [json.loads(line) for line in arguments.output.read_text().splitlines()] if arguments.output.exists() else []
+    if arguments.pack is not None:
+        pack(known, arguments.pack)
+        return
+    done = {(row["family"], json.dumps(row["sizes"]), row["chip"]) for row in known}
     with arguments.output.open("a") as output:
         for name in arguments.families.split(","):
             for sizes in FAMILIES[name].sizes:
