@@ -149,7 +149,8 @@ class _Counsel:
 
     def give_up(self, attempt: Attempt) -> None:
         """Remember that nothing helped, and tell the other processes."""
-        self._consensus.decline(attempt.tried[-1] if attempt.tried else "it found no change that helps")
+        why = attempt.tried[-1] if attempt.tried else "it found no change that helps"
+        self._consensus.decline("its policy has mode `report`" if self._policy.mode == "report" else why)
         memory = self._memory
         if memory is not None and attempt.stuck:
             self._safely(lambda: memory.failed(attempt.stuck), None)
