@@ -6,6 +6,7 @@ make; `guard.py` asks the compiler and comes back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -104,18 +105,27 @@ def _variants(kernel: Kernel, plain: Need, target: int, policy: Policy, proposal
     yield ()
     need = plain.bytes if plain.bytes is not None else _beyond(target)
     proposed = {remedy: proposals(remedy, kernel, need, target) for remedy in policy.remedies if remedy in SHRINKING}
-    cheap = {remedy: tuple(c for c in changes if not c.data.get("last_resort")) for remedy, changes in proposed.items()}
-    for changes in cheap.values():
-        yield from ((change,) for change in changes)
-    for changes in proposed.values():
+    alone = {remedy: tuple(c for c in changes if not c.data.get("with_others")) for remedy, changes in proposed.items()}
+    for changes in alone.values():
+        yield from ((change,) for change in changes if not change.data.get("last_resort"))
+    for changes in alone.values():
         yield from ((change,) for change in changes if change.data.get("last_resort"))
     # Two remedies together, each at its strongest: what one alone did not reach.
-    strongest = [changes[-1] for changes in proposed.values() if changes]
-    for i, first in enumerate(strongest):
-        for second in strongest[i + 1:]:
-            yield (first, second)
+    strongest = {remedy: changes[-1] for remedy, changes in alone.items() if changes}
+    yield from itertools.combinations(strongest.values(), 2)
     if len(strongest) > 2:
-        yield tuple(strongest)
+        yield tuple(strongest.values())
+    for remedy, changes in proposed.items():
+        for change in (c for c in changes if c.data.get("with_others")):
+            yield from _in_company(remedy, change, strongest)
+
+
+def _in_company(remedy: str, change: Change, strongest: Mapping[str, Change]) -> Iterator[Variant]:
+    """A change that does not suffice alone, with each other remedy at its strongest, then with all of them."""
+    others = [other for other in strongest if other != remedy]
+    for count in sorted({1, len(others)} - {0}):
+        for company in itertools.combinations(others, count):
+            yield tuple({**strongest, remedy: change}[one] for one in SHRINKING if one in (remedy, *company))
 
 
 def _beyond(target: int) -> int:

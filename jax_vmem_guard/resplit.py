@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax_vmem_guard import _jax
@@ -17,8 +18,12 @@ from jax_vmem_guard.chips import Chip
 from jax_vmem_guard.kernels import Kernel, read_kernels
 from jax_vmem_guard.policy import Policy
 
-#: How many splits of one kernel are worth a probe each.
-MOST_PROPOSALS = 8
+#: What a split leaves is partly hope: how the kernel's temporaries shrink only a compile shows. So after splits that
+#: should just fit come some that should fit with room to spare: (share of the target, how many, how many of one axis).
+ROOM = ((1.0, 4, 2), (0.5, 3, 1), (0.25, 2, 1))
+
+#: How many splits that do not suffice alone are worth trying together with another remedy.
+MOST_IN_COMPANY = 3
 
 
 class Resplitter:
@@ -28,6 +33,7 @@ class Resplitter:
 
     def __init__(self, program: _jax.Program, chip: Chip):
         self._program, self._chip = program, chip
+        self._known_options: dict[str, tuple[Any, ...]] = {}
 
     @functools.cached_property
     def _sites(self) -> dict[str, list[Any]]:
@@ -51,22 +57,31 @@ class Resplitter:
 
     def propose(self, kernel: Kernel, *, need_bytes: int, target_bytes: int, chip: Chip,
                 policy: Policy) -> tuple[Change, ...]:
-        """Splits that should bring the need down to the target, those that cost least first."""
+        """Splits that should bring the need down to the target, those that cost least first.
+
+        Then those that leave too much alone, but not if the windows had one buffer each: `data["with_others"]` marks them.
+        """
         from jax_vmem_guard.remedies import splitting
 
         del policy
         sites = self._sites.get(kernel.fingerprint)
         if not sites:
             return ()
-        options, _ = splitting.splits(sites[0], chip)
-        chosen = [o for o in options if _hoped(need_bytes, o) <= target_bytes]
-        # Of one choice of axes only the smallest numbers of parts: where two do not suffice, the next may.
-        kept: list[Any] = []
-        for option in chosen:
-            axes = [axis for axis, _ in option.split.axes]
-            if sum(axes == [axis for axis, _ in other.split.axes] for other in kept) < 3:
-                kept.append(option)
-        return tuple(splitting.change(sites[0], option, fingerprint=kernel.fingerprint) for option in kept[:MOST_PROPOSALS])
+        options = self._options(kernel.fingerprint, chip)
+        alone = _with_room(options, need_bytes, target_bytes)
+        company = [o for o in options if _hoped(need_bytes, o) > target_bytes
+                   >= _hoped(need_bytes, o) - o.after.window_bytes // 2][:MOST_IN_COMPANY]
+        changes = [splitting.change(sites[0], option, fingerprint=kernel.fingerprint) for option in (*alone, *company)]
+        return tuple(change if i < len(alone) else replace(change, data={**change.data, "with_others": True})
+                     for i, change in enumerate(changes))
+
+    def _options(self, fingerprint: str, chip: Chip) -> tuple[Any, ...]:
+        """What the kernel's splits are; proved once, asked for at every step of the planner."""
+        from jax_vmem_guard.remedies import splitting
+
+        if fingerprint not in self._known_options:
+            self._known_options[fingerprint], _ = splitting.splits(self._sites[fingerprint][0], chip)
+        return self._known_options[fingerprint]
 
     def lowered_alone(self, fingerprint: str, change: Change) -> Any:
         """The split kernel, lowered for one device with nothing around it."""
@@ -88,6 +103,24 @@ class Resplitter:
             [kernel] = read_kernels(self.lowered_alone(fingerprint, change))
             before[kernel.fingerprint] = fingerprint
         return self._program.lower_again(rewritten).module, before
+
+
+def _with_room(options: Sequence[Any], need_bytes: int, target_bytes: int) -> list[Any]:
+    """The cheapest options that should fit, then the cheapest that should fit with more and more room."""
+    kept: list[Any] = []
+    for share, most, most_of_one in ROOM:
+        taken: list[Any] = []
+        for option in options:
+            axes = _axes(option)
+            if (len(taken) < most and option not in kept and _hoped(need_bytes, option) <= share * target_bytes
+                    and sum(axes == _axes(other) for other in taken) < most_of_one):
+                taken.append(option)
+        kept += taken
+    return kept
+
+
+def _axes(option: Any) -> list[Any]:
+    return [axis for axis, _ in option.split.axes]
 
 
 def _hoped(need_bytes: int, option: Any) -> int:

@@ -93,6 +93,26 @@ def test_two_remedies_go_together_where_one_is_not_enough():
     assert remedies(step) == ["buffering", "split"]
 
 
+def test_a_split_that_cannot_suffice_alone_is_tried_only_in_company_and_last():
+    short = change("split", 2, with_others=True)
+    table = {"buffering": (change("buffering", "b", last_resort=True),), "split": (change("split", 4), short)}
+    compiler = Compiler({(): 40, ("b",): 30, (4,): 18, ("b", 4): 17, ("b", 2): 15}, table, V4)
+    assert remedies(compiler.decide()) == ["buffering", "split"]
+    assert compiler.asked[-1][1] is short and (short,) not in compiler.asked
+
+
+def test_without_company_a_split_that_cannot_suffice_is_not_tried():
+    compiler = Compiler({(): 40}, {"split": (change("split", 2, with_others=True),)}, V4)
+    assert isinstance(compiler.decide(), Stuck) and compiler.asked == [()]
+
+
+def test_three_remedies_go_together_where_two_are_not_enough():
+    table = {"buffering": (change("buffering", "b"),), "coloring": (change("coloring", "c"),),
+             "split": (change("split", 2, with_others=True),)}
+    needs = {(): 200, ("b",): 190, ("c",): 190, ("b", "c"): 180, ("b", 2): 80, ("c", 2): 70, ("b", "c", 2): 60}
+    assert remedies(Compiler(needs, table, V5P).decide())[:3] == ["buffering", "coloring", "split"]
+
+
 def test_a_remedy_and_a_raised_limit_go_together():
     table = {"split": (change("split", "s"),)}
     step = Compiler({(): 100, ("s",): 50}, table, V5P).decide()

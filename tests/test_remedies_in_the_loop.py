@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import public_cases as cases
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from kernels_on_chips import MiB, add, array, copy_whole, lower_with, used_by_kernels
 
 import jax_vmem_guard as vmem_guard
@@ -52,6 +54,23 @@ def test_a_norm_that_no_limit_repairs_on_v4_is_split():
     fun, arguments = cases.rms_norm(256)
     compiled, made = repair(fun, arguments, "v4", Policy().remedies)
     assert [change.remedy for change in made.changes] == ["split"]
+    assert max(used_by_kernels(compiled)) <= 16 * MiB
+
+
+def rolled_rows(x, w):
+    """Rows scaled by the first row of a tall window that moves along the inner axis: only the other windows can be cut."""
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = pltpu.roll(x_ref[...] * w_ref[0:1, :], 1, 1)
+
+    rows = pl.BlockSpec((1024, 1024), lambda i, j: (i, j))
+    return pl.pallas_call(kernel, grid=(2, 2), in_specs=[rows, pl.BlockSpec((2048, 1024), lambda i, j: (0, j))],
+                          out_specs=rows, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, w)
+
+
+def test_a_split_that_leaves_too_much_goes_together_with_single_buffers():
+    arguments = [array(2048, 2048), array(2048, 2048)]
+    compiled, made = repair(rolled_rows, arguments, "v4", Policy().remedies)
+    assert [change.remedy for change in made.changes] == ["buffering", "split"]
     assert max(used_by_kernels(compiled)) <= 16 * MiB
 
 

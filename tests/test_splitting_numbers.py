@@ -2,12 +2,13 @@
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from library_kernels import SMALL
-from split_support import floats, integers, same, split, traced
+from split_support import floats, integers, refusal, rows_call, same, split, traced
 
 
 def arguments(case, make):
@@ -48,3 +49,28 @@ def test_simulated_memory_agrees(name, monkeypatch):
     changed = split(program, (case.axis, 2), name=case.kernel)
     results = [jax.jit(jax.extend.core.jaxpr_as_fun(p))(*args)[0] for p in (program, changed)]
     assert np.array_equal(*results) and not np.isnan(results[1]).any()
+
+
+def stacked(axis):
+    """Columns halves stacked along a new dimension and taken apart again in the other order."""
+    def kernel(x_ref, o_ref):
+        left, right = x_ref[:, :64], x_ref[:, 64:]
+        first, second = jnp.unstack(jnp.stack([left, right * 2, left + right], axis=axis) + 1, axis=axis)[1:]
+        o_ref[...] = jnp.concatenate([first, second], axis=1)
+    return rows_call(kernel)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_values_stacked_along_a_new_dimension_are_split_along_the_others(axis):
+    """`stack` and `unstack` pass a part on, before and behind their own dimension."""
+    data = integers(0, 32, 128)
+    program = traced(stacked(axis), data)
+    assert same(program, split(program, (0, 2)), data)
+
+
+def test_rows_stacked_out_of_order_are_not_split():
+    """Rows picked one by one and stacked along the split dimension are another order of rows."""
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.stack([x_ref[i, :] for i in range(16)][::-1], axis=0)
+
+    assert "`stack` runs along the split dimension" in refusal(rows_call(kernel), [integers(0, 32, 128)], (0, 2))

@@ -7,6 +7,7 @@
 | reshape | the part along the operand's dimension that starts at the same place of the row-major order |
 | squeeze, expand_dims, transpose | the part along the dimension d comes from |
 | concatenate, rev | the part of every operand, where d is another dimension |
+| stack, unstack | the part of every operand along the dimension d comes from, where d is another dimension |
 | tile, repeat | the whole operand, fewer times, where d is repeated k*n times; the part where d is repeated once |
 | pad, slice, dynamic_slice, dynamic_update_slice | the part, where all of d is kept and nothing is added |
 | split | the part, where d is another dimension |
@@ -76,6 +77,19 @@ def _other_dimension(question: Question, dim: int) -> None:
 def concatenate(question: Question) -> Way:
     _other_dimension(question, question.params["dimension"])
     return way(question, [question.dim] * len(question.eqn.invars))
+
+
+def stack(question: Question) -> Way:
+    """Operands side by side along a new dimension."""
+    axis = question.params["axis"] % len(question.shape)
+    _other_dimension(question, axis)
+    return way(question, [question.dim - (question.dim > axis)] * len(question.eqn.invars))
+
+
+def unstack(question: Question) -> Way:
+    """What `stack` put together: the dimension is gone from the results."""
+    axis = question.params["axis"] % len(question.operand(0))
+    return way(question, [question.dim + (question.dim >= axis)])
 
 
 def split(question: Question) -> Way:
@@ -154,7 +168,7 @@ def bitcast(question: Question) -> Way:
 
 RULES: dict[str, Rule] = {
     "broadcast_in_dim": broadcast_in_dim, "iota": iota, "reshape": reshape, "squeeze": squeeze,
-    "expand_dims": expand_dims, "transpose": transpose, "concatenate": concatenate, "split": split, "rev": rev,
-    "tile": tile, "repeat": repeat, "pad": pad, "slice": slice_, "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice, "roll": roll, "bitcast": bitcast,
+    "expand_dims": expand_dims, "transpose": transpose, "concatenate": concatenate, "stack": stack, "unstack": unstack,
+    "split": split, "rev": rev, "tile": tile, "repeat": repeat, "pad": pad, "slice": slice_,
+    "dynamic_slice": dynamic_slice, "dynamic_update_slice": dynamic_update_slice, "roll": roll, "bitcast": bitcast,
 }
