@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 
 from jax_vmem_guard.chips import MiB
-from jax_vmem_guard.rows import FITS, VERDICT_WORDS, Row, summary
+from jax_vmem_guard.rows import GOOD, VERDICT_WORDS, Row, summary
 
 PARTS = (("windows", "windows (blocks x buffers)"), ("scratch", "scratch operands"),
          ("body", "allocations in the body"), ("spills", "spill slots and compiler internals"),
@@ -150,7 +150,7 @@ def _more(row: Row) -> str:
                    f"<th>Buffers</th><th>MiB</th><th></th></tr></thead><tbody>{items}</tbody></table></div>")
     if not inside:
         return ""
-    is_open = "" if row.verdict == FITS else " open"
+    is_open = "" if row.verdict in GOOD else " open"
     return (f'<tr class="more"><td class="detail" colspan="8"><details{is_open}><summary>Where the bytes go</summary>'
             f"{inside}</details></td></tr>\n")
 

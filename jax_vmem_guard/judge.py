@@ -15,7 +15,7 @@ from jax_vmem_guard.footprint import Footprint, footprint
 from jax_vmem_guard.journal import Repair, repairs
 from jax_vmem_guard.kernels import Kernel, kernel_from_config, read_kernels
 from jax_vmem_guard.planner import flag_bytes, limit_in_force
-from jax_vmem_guard.report_rows import item_of
+from jax_vmem_guard.report_rows import BUFFERS, from_here, item_of
 from jax_vmem_guard.rows import ERROR, FAILS, FITS, REPAIRED, UNKNOWN, Row
 from jax_vmem_guard.stand_in import Topology
 from jax_vmem_guard.used_vmem import InstructionVmem, used_scoped_vmem
@@ -151,12 +151,12 @@ def _row(kernel: Kernel, topology: Topology, program: str, *, verdict: str, need
         need = parts.expected_bytes or None
     windows, scratch, body, spills = _split(parts, need or 0)
     return Row(
-        program=program, kernel=kernel.name, source=kernel.called_from or kernel.source, topology=topology.name,
+        program=program, kernel=kernel.name, source=from_here(kernel.called_from or kernel.source), topology=topology.name,
         chip=topology.chip.name, verdict=verdict, need_bytes=need, measured=measured, limit_bytes=limit,
         capacity_bytes=topology.chip.capacity_bytes, windows_bytes=windows, scratch_bytes=scratch, body_bytes=body,
         spills_bytes=spills, reason=reason, changes=tuple(f"{c.before} -> {c.after}" for c in changes),
         edit="\n".join(dict.fromkeys(c.edit for c in changes if c.edit)) or None,
-        items=tuple(item_of(item) for item in parts.items))
+        items=tuple(item_of(item) for item in parts.items if item.kind in BUFFERS))
 
 
 def _split(parts: Footprint, need: int) -> tuple[int, int, int, int]:

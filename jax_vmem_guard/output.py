@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_vmem_guard.matrix import plain_text, remarks, rich_table, table
+from jax_vmem_guard.matrix import grouped, plain_text, remarks, rich_table, table
 from jax_vmem_guard.rows import Row, exit_code, summary
 
 NOTHING = ("No TPU kernels were found. If the program picks its kernels by `jax.default_backend()`, it saw a CPU: let it "
@@ -51,6 +51,7 @@ def policy_values(options: argparse.Namespace) -> dict[str, Any]:
 def report(rows: Sequence[Row], options: argparse.Namespace, *, title: str) -> int:
     """Print and write what the options ask for; returns the exit code (2 where there was no kernel to judge)."""
     code = exit_code(rows, max_share=options.max_share) if rows else 2
+    rows = grouped(rows)
     if options.html_file:
         from jax_vmem_guard.html import page
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from html import escape
 from typing import Any
 
 from jax_vmem_guard.rows import FAILS, FITS, UNKNOWN, Item, Row
+
+BUFFERS = ("window", "scratch", "alloca")
+"""Kinds of items in a footprint that are buffers of the kernel's own; the others are estimates of what is added."""
 
 FRAME_PIXELS_PER_ROW, FRAME_PIXELS = 130, 320
 
@@ -40,13 +44,18 @@ def _row(kernel: Any, report: Any) -> Row:
     words = {True: None, False: "needs more than its limit for certain",
              None: "may or may not fit: compile it, or see what `check` says"}[kernel.fits]
     return Row(
-        program=kernel.instruction or "", kernel=kernel.name, source=kernel.called_from or kernel.source,
+        program=kernel.instruction or "", kernel=kernel.name, source=from_here(kernel.called_from or kernel.source),
         topology=report.chip, chip=kernel.chip, verdict=verdict, need_bytes=need, measured=used is not None,
         limit_bytes=kernel.limit_bytes, capacity_bytes=kernel.capacity_bytes, windows_bytes=windows,
         scratch_bytes=min(scratch, need), body_bytes=min(body, need),
         spills_bytes=max(0, need - windows - scratch - body), reason="; ".join(filter(None, (words, *kernel.unknown))),
         edit=None if kernel.fits else "\n".join(kernel.advice) or None,
         items=tuple(item_of(item) for item in (*kernel.windows, *kernel.scratch, *kernel.allocas)))
+
+
+def from_here(source: str | None) -> str | None:
+    """A source line as seen from the working directory, where it is inside of it."""
+    return None if source is None else source.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def item_of(item: Any) -> Item:

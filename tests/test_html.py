@@ -83,7 +83,7 @@ def screenshot(browser):
 def test_lists_every_kernel_with_source_and_edit(opened):
     """Nothing of the report is missing, and text from the program is text, not markup."""
     assert shown_names(opened) == ["flash_attention_forward", "matmul", "<b>add & scale</b>"]
-    text = opened.find_element("css selector", "body").text
+    text = opened.find_element("css selector", "body").get_attribute("textContent")
     for expected in ("attention.py:88", "vmem_limit_bytes=45088768", "pads to [8, 128]", "does not fit", "fusion.3",
                      "needs 80.00 MiB, the chip has 63.94 MiB", "3 kernels on v5e:2x2, tpu7x:2x2x1, v6e:2x2"):
         assert expected in text
@@ -180,6 +180,7 @@ def test_fits_the_width_of_the_screen(opened, width):
         return box.width && (box.left < -1 || box.right > innerWidth + 1);
       }).map((e) => e.outerHTML.slice(0, 80))""")
     assert outside == []
+    opened.execute_script("for (const details of document.querySelectorAll('details')) details.open = true")
     tops = opened.execute_script("""
       return [...document.querySelectorAll("table.items tr")].map((row) =>
         new Set([...row.cells].map((cell) => Math.round(cell.getBoundingClientRect().top))).size)""")
