@@ -4,7 +4,7 @@ import functools
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_on_chips import add, array, copy_whole, lower
 from measured import measured_kernels
@@ -179,6 +179,7 @@ def test_padding_rounds_to_tiles(shape, dtype, generation, expected):
     assert padded_shape(shape, dtype, generation) == expected
 
 
+@settings(deadline=None)
 @given(shape=st.lists(st.integers(1, 600), min_size=1, max_size=4).map(tuple),
        dtype=st.sampled_from(["f32", "bf16", "i8", "i4", "i1", "f8E4M3FN"]), generation=st.integers(2, 7))
 def test_padding_only_adds_and_doing_it_twice_changes_nothing(shape, dtype, generation):
