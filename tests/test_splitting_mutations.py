@@ -400,6 +400,14 @@ def test_lost_effects_of_the_kernel_are_noticed(monkeypatch):
         split(program, (0, 2))
 
 
+def test_unknown_primitives_are_not_taken_for_pure(monkeypatch):
+    """A primitive without a rule refuses. If it were taken for pure, what it does would silently go."""
+    fun, axes, _ = REFUSED["printing"]
+    assert "has no rule" in refusal(fun, (X,), *axes)
+    monkeypatch.setattr(rules, "known", lambda name: True)
+    assert "step" in str(traced(fun, X)) and "step" not in str(split(traced(fun, X), *axes))
+
+
 # -- what interpret mode cannot show: the check refuses, and without it the split is accepted
 
 HIDDEN = {

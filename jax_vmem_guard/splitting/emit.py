@@ -18,7 +18,7 @@ from jax import lax
 from jax_vmem_guard import _jax_pallas as jp
 from jax_vmem_guard.splitting import chunks, frames, memory
 from jax_vmem_guard.splitting.frames import Frame, RefId
-from jax_vmem_guard.splitting.proof import Needs
+from jax_vmem_guard.splitting.needs import Needs
 from jax_vmem_guard.splitting.ways import Label, Way
 
 Wanted = tuple[int, Label]

@@ -13,7 +13,7 @@ from jax_vmem_guard import _jax_pallas as jp
 from jax_vmem_guard.splitting import check, entry, frames, memory, proof, windows
 from jax_vmem_guard.splitting.emit import Emitter
 from jax_vmem_guard.splitting.errors import Refused
-from jax_vmem_guard.splitting.proof import Needs
+from jax_vmem_guard.splitting.needs import Needs
 from jax_vmem_guard.splitting.ways import Label, shrunk
 from jax_vmem_guard.splitting.windows import Operand
 
