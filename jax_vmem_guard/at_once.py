@@ -11,11 +11,11 @@ import jax
 from jax_vmem_guard import declared
 from jax_vmem_guard.chips import chip_for_device_kind
 from jax_vmem_guard.choice_order import passed_over
-from jax_vmem_guard.choosing import change_of, refused_by_compiler, say_reference_is_used
+from jax_vmem_guard.choice_records import change_of, say_reference_is_used
 from jax_vmem_guard.declared import FALLBACK, TUNABLE, Declaration
 from jax_vmem_guard.diagnosis import diagnose
 from jax_vmem_guard.journal import Repair, journal
-from jax_vmem_guard.refusals import first_line, refused_before_compile
+from jax_vmem_guard.refused import first_line, refused_before_compile, refused_by_compiler
 
 
 def call_at_once(declaration: Declaration, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

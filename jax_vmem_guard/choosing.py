@@ -7,7 +7,7 @@ costlier remedies (splitting, fewer buffers) on the first choices, then on the l
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from jax_vmem_guard import _jax, declared, repair
@@ -15,6 +15,7 @@ from jax_vmem_guard._jax_trace import CannotTraceAgain
 from jax_vmem_guard.changes import DECLARED, Change
 from jax_vmem_guard.chips import Chip, chip_for_device_kind
 from jax_vmem_guard.choice_order import passed_over
+from jax_vmem_guard.choice_records import change_of, references_to_try, say_reference_is_used
 from jax_vmem_guard.consensus import Consensus
 from jax_vmem_guard.declared import FALLBACK, TUNABLE, Declaration
 from jax_vmem_guard.diagnosis import Diagnosis
@@ -54,7 +55,7 @@ def attempt_refused(program: _jax.Program, policy: Policy, consensus: Consensus)
     """Take the references of fallbacks declared with "lowering": the compiler refused a kernel for another reason
     than VMEM."""
     chip = chip_for_device_kind(program.device_kind)
-    if not declared.any_declared() or chip is None or policy.mode != "fix":
+    if not declared.any_declared("lowering") or chip is None or policy.mode != "fix":
         return Attempt()
     return _Ladder(program, policy, chip, consensus).take_references()
 
@@ -65,11 +66,6 @@ def has_choices(program: _jax.Program) -> bool:
         return declared.any_declared() and bool(Retracer(program.lowering).sites)
     except CannotTraceAgain:
         return False
-
-
-def refused_by_compiler(error: BaseException) -> bool:
-    """Whether a compile failed because Mosaic, inside the TPU compiler, does not take a kernel (libtpu 0.0.30 to 0.0.52)."""
-    return "Mosaic failed to compile TPU kernel" in str(error)
 
 
 @dataclass(frozen=True)
@@ -161,6 +157,7 @@ class _Ladder:
                 continue
             gone = tuple(k for k in start.kernels if k.fingerprint not in form.fingerprints)
             self._owned = {key: gone or start.kernels for key in keys}
+            form = self._settled(form)
             attempt = self._attempt(form, cheaply=False)
             if attempt.executable is not None:
                 return self._success(start, form, attempt)
@@ -197,7 +194,7 @@ class _Ladder:
             following = self._next(form, attempt.suspects, kind)
             if following is None:
                 break
-            form = following
+            form = self._settled(following)
             attempt = self._attempt(form, cheaply=cheaply)
             self._count(attempt)
             if attempt.executable is not None:
@@ -277,11 +274,19 @@ class _Ladder:
     def _attempt(self, form: _Form, *, cheaply: bool) -> Attempt:
         """Compile another form. What is remembered of its kernels spares their probes."""
         memory = Memory.of(form.program, self._policy, self._chip)
-        if not self._consensus.alone:
-            self._consensus.settle(self._changes(form, {}), remembered=False)
         return repair.attempt_another(
             form.program, self._rest_of_policy, self._chip, Consensus(form.program, self._policy, memory),
             Recollection(hints=memory.recollect().hints), cheaply=cheaply)
+
+    def _settled(self, form: _Form) -> _Form:
+        """The form that all processes of the program go on with: another one where a process remembers a choice."""
+        if self._consensus.alone:
+            return form
+        agreed = self._consensus.settle(self._changes(form, {}), remembered=False)
+        chosen = {**form.chosen, **{change.data["site"]: change.data["choice"] for change in agreed}}
+        if chosen == dict(form.chosen):
+            return form
+        return self._form(chosen) or form
 
     def _costly(self, start: _Form, form: _Form, diagnosis: Diagnosis | None, recollection: Recollection) -> Attempt:
         """Everything the policy allows, on the program as it is or on another form."""
@@ -305,6 +310,8 @@ class _Ladder:
         if attempt.repair is not None:
             made = replace(attempt.repair, compiles=attempt.repair.compiles + compiles,
                            probes=attempt.repair.probes + cheap.probes)
+            for words in self._tried:
+                logger.info("%s: %s", self._program.name, words)
             return replace(attempt, repair=made)
         return replace(attempt, tried=(*attempt.tried, *self._tried))
 
@@ -335,39 +342,3 @@ class _Ladder:
                            if k.name in {one.name for one in owned} and k.fingerprint in needs), default=None))
             for key, index in form.chosen.items() if key in form.sites and index != before.get(key, 0)
             for owned in [self._owned.get(key, ())])
-
-
-def change_of(key: str, site: Declaration, before: int, after: int, owned: tuple[Kernel, ...],
-              need_bytes: int | None) -> Change:
-    """The record of another choice at one site; `owned` are kernels the program has with the first one."""
-    kernel = owned[0] if owned else None
-    if site.kind == FALLBACK:
-        edit = f"{site.where}: call `{site.choices[after].words}` where the kernel does not fit"
-    else:
-        edit = f"{site.where}: put {site.choices[after].words} first among the choices of `{site.name}`"
-    return Change(
-        kernel=kernel.name if kernel else site.name, fingerprint=kernel.fingerprint if kernel else "",
-        source=kernel.source if kernel else site.where, remedy=site.kind, before=site.describe(before),
-        after=site.describe(after), need_bytes=need_bytes, edit=edit,
-        data={"site": key, "choice": after, "words": site.choices[after].words})
-
-
-def references_to_try(sites: Mapping[str, Declaration], chosen: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
-    """Sites whose reference is asked for where a kernel is refused: one at a time first, then all of them."""
-    keys = tuple(key for key, site in sites.items()
-                 if site.kind == FALLBACK and "lowering" in site.reasons and not chosen.get(key, 0))
-    yield from ((key,) for key in keys)
-    if len(keys) > 1:
-        yield keys
-
-
-_said: set[tuple[Declaration, str]] = set()
-
-
-def say_reference_is_used(site: Declaration, where: str, reason: str) -> None:
-    """One warning for each fallback and chip."""
-    if (site, where) not in _said:
-        _said.add((site, where))
-        kernel, reference = (choice.words for choice in site.choices)
-        logger.warning("FALLBACK on %s: `%s` runs in the place of `%s` (%s), because %s. It may be much slower.",
-                       where, reference, kernel, site.where, reason)

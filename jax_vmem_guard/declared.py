@@ -98,17 +98,17 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
-_any_declared = False
+_reasons_declared: set[str] = set()
 
 
-def register() -> None:
-    """Note that a function was declared in this process: only then programs are worth another trace."""
-    global _any_declared
-    _any_declared = True
+def register(declaration: Declaration) -> None:
+    """Note what was declared in this process: only for that, programs are worth another trace."""
+    _reasons_declared.update(declaration.reasons)
 
 
-def any_declared() -> bool:
-    return _any_declared
+def any_declared(reason: str = "vmem") -> bool:
+    """Whether a declared function of this process has another choice for this reason, "vmem" or "lowering"."""
+    return reason in _reasons_declared
 
 
 def retracing() -> Retracing | None:

@@ -12,13 +12,14 @@ from jax_vmem_guard import _jax, ahead
 from jax_vmem_guard.agreement import AgreementError
 from jax_vmem_guard.bug_report import write_bundle
 from jax_vmem_guard.chips import chip_for_device_kind
-from jax_vmem_guard.choosing import attempt_recalled, attempt_refused, attempt_repair, has_choices, refused_by_compiler
+from jax_vmem_guard.choosing import attempt_recalled, attempt_refused, attempt_repair, has_choices
 from jax_vmem_guard.consensus import Consensus
 from jax_vmem_guard.diagnosis import Diagnosis, diagnose
 from jax_vmem_guard.explain import explain
 from jax_vmem_guard.journal import journal
 from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.recall import Memory, Recollection
+from jax_vmem_guard.refused import refused_by_compiler
 from jax_vmem_guard.repair import Attempt, start_probes
 
 logger = logging.getLogger("jax_vmem_guard")

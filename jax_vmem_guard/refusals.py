@@ -1,18 +1,14 @@
-"""Kernels that are refused for another reason than VMEM: what Pallas cannot lower and what Mosaic will not compile."""
+"""Lowers a program with references in the place of kernels that cannot be lowered, where their author asked for that."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from jax_vmem_guard import _jax, _jax_trace, declared
-from jax_vmem_guard.choosing import change_of, references_to_try, say_reference_is_used
+from jax_vmem_guard.choice_records import change_of, references_to_try, say_reference_is_used
 from jax_vmem_guard.journal import Repair, journal
+from jax_vmem_guard.refused import first_line, refused_before_compile
 from jax_vmem_guard.retrace import Retracer
-
-
-def refused_before_compile(error: BaseException) -> bool:
-    """Whether tracing or lowering failed because a kernel asks for something Pallas or Mosaic does not have."""
-    return isinstance(error, NotImplementedError) or _jax_trace.raised_by_kernel_lowering(error)
 
 
 def lowered_otherwise(error: Exception, lowering: _jax.Lowering) -> tuple[Any, _jax.Lowering] | None:
@@ -21,7 +17,7 @@ def lowered_otherwise(error: Exception, lowering: _jax.Lowering) -> tuple[Any, _
     Returns:
       The computation and how it was lowered; None where `error` stands.
     """
-    if not declared.any_declared() or not refused_before_compile(error):
+    if not declared.any_declared("lowering") or not refused_before_compile(error):
         return None
     try:
         retracer = Retracer(lowering)
@@ -47,9 +43,3 @@ def _record(keys: tuple[str, ...], retracer: Retracer, lowering: _jax.Lowering, 
         say_reference_is_used(retracer.sites[key], "lowering", f"its kernel was refused: {first_line(error)}")
     journal.record(Repair(program=str(lowering.fun_name), chip="(before the compiler)", compiles=0, probes=0,
                           changes=changes))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error, with its type."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"

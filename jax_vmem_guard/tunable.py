@@ -10,9 +10,9 @@ from typing import Any
 
 from jax_vmem_guard import _jax_trace, declared, hook
 from jax_vmem_guard.at_once import call_at_once
-from jax_vmem_guard.choosing import say_reference_is_used
+from jax_vmem_guard.choice_records import say_reference_is_used
 from jax_vmem_guard.declared import FALLBACK, TUNABLE, Choice, Declaration
-from jax_vmem_guard.refusals import first_line, refused_before_compile
+from jax_vmem_guard.refused import first_line, refused_before_compile
 
 REASONS = ("vmem", "lowering")
 
@@ -155,7 +155,7 @@ def _call(declaration: Declaration, index: int, args: tuple[Any, ...], kwargs: M
 
 
 def _declare(declaration: Declaration, fun: Callable[..., Any]) -> DeclaredFunction:
-    declared.register()
+    declared.register(declaration)
     _jax_trace.prepare_caches()
     _jax_trace.keep_own_frames_hidden()
     hook.watch_traces()

@@ -38,6 +38,13 @@ def program(factor: int, chip="v5e", block=1024):
     return jax.jit(step).lower(array(chip), array(chip))
 
 
+def chosen(factor: int):
+    """Lowers a program for v4 with a declared choice: blocks of 1024 rows need 24 MiB there, of 512 rows 12."""
+    tuned = vmem_guard.tunable(chips.add, block=[1024, 512])
+    jax.clear_caches()
+    return jax.jit(lambda x, y: (tuned(x, y), y * factor)).lower(array("v4"), array("v4"))
+
+
 def outcome(lowered) -> dict:
     """What came of compiling: the limit in the compiled program, how many compiles, or the error."""
     before = len(vmem_guard.repairs())
@@ -136,6 +143,23 @@ def fits_everywhere(me, folder):
     for factor in range(me + 1):
         program(20 + factor, block=64).compile()
     return "compiled"
+
+
+def a_declared_choice(me, folder):
+    install(ahead="certain")
+    return outcome(chosen(30))
+
+
+def a_choice_that_only_the_first_remembers(me, folder):
+    install(plan_file=str(folder / "choice.json") if me == 0 else None)
+    return outcome(chosen(31))
+
+
+def learn_choice(path: Path, factor: int) -> None:
+    """Writes a plan file as an earlier run in one process does."""
+    install(plan_file=str(path))
+    chosen(factor).compile()
+    vmem_guard.uninstall()
 
 
 def learn(path: Path, factor: int, limit_bytes: int | None = None) -> None:

@@ -5,17 +5,16 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from declared_programs import ARRAY, LARGE, MIDDLE, SMALL, blocked_add, choices_taken, compile_guarded
-from hypothesis import given
-from hypothesis import strategies as st
 from jax._src import compiler, pjit
 from jax._src.interpreters import mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernels_on_chips import MiB, add, array, lower_with, used_by_kernels
 
 import jax_vmem_guard as vmem_guard
-from jax_vmem_guard import Policy, _jax_trace
-from jax_vmem_guard.choice_order import passed_over
+from jax_vmem_guard import Policy, _jax_trace, stand_in
 from jax_vmem_guard.testing import inject_oom
 
 SMALL_ARRAY = array(512, 1024)
@@ -106,31 +105,6 @@ def test_a_choice_with_nothing_smaller_in_it_is_passed_over(repaired):
     assert choices_taken(repaired()[0]) == [2] and LARGE not in asked
 
 
-@pytest.mark.parametrize(("choices", "index", "failed", "expected"), [
-    ([{"b": 4}, {"b": 2}, {"b": 1}], 1, [0], None),
-    ([{"b": 4}, {"b": 8}, {"b": 1}], 1, [0], 0),
-    ([{"b": (4, 4)}, {"b": (4, 2)}, {"b": (2, 4)}, {"b": (2, 2)}], 2, [0, 1], None),
-    ([{"b": (4, 2)}, {"b": (4, 4)}, {"b": (2, 2)}], 1, [0], 0),
-    ([{"parts": 1}, {"parts": 2}, {"parts": 4}], 1, [0], None),
-    ([{"parts": 2}, {"parts": 1}, {"parts": 4}], 1, [0], 0),
-    ([{"b": 4, "mode": "a"}, {"b": 8, "mode": "b"}, {"b": 2, "mode": "a"}], 1, [0], None),
-    ([{"b": 4}, {"b": 4, "c": 1}], 1, [0], None),
-    ([{"b": None}, {"b": 8}], 1, [0], None),
-])
-def test_which_choices_count_as_no_smaller(choices, index, failed, expected):
-    assert passed_over(choices, index, failed) == expected
-
-
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=6), st.data())
-def test_what_is_passed_over_is_at_least_as_large_in_every_block(blocks, data):
-    choices = [{"q": q, "k": k} for q, k in (*blocks, (1, 1))]
-    index = data.draw(st.integers(1, len(choices) - 1))
-    failed = range(index)
-    other = passed_over(choices, index, failed)
-    larger = [i for i in failed if all(choices[index][n] >= choices[i][n] for n in "qk")]
-    assert other == (larger[0] if larger else None)
-
-
 def test_a_later_choice_that_cannot_be_traced_is_left_out(repaired):
     def blocked(x, block):
         if block == MIDDLE:
@@ -201,7 +175,7 @@ def test_a_program_traced_before_the_guard_was_on_says_so():
     vmem_guard.uninstall()
     traced = jax.jit(lambda x: blocked_add(x, x)).trace(
         jax.ShapeDtypeStruct(ARRAY.shape, ARRAY.dtype, sharding=jax.sharding.SingleDeviceSharding(
-            vmem_guard.stand_in.topology_named("v4").devices[0])))
+            stand_in.topology_named("v4").devices[0])))
     vmem_guard.install(Policy(remedies=("limit",)))
     try:
         with pytest.raises(jax.errors.JaxRuntimeError) as error:
@@ -214,6 +188,38 @@ def test_a_program_traced_before_the_guard_was_on_says_so():
 def test_mode_report_changes_nothing():
     notes = notes_of(lambda x: blocked_add(x, x), ARRAY, policy=Policy(mode="report"))
     assert "mode `report` only explains" in notes
+
+
+def test_a_program_lowered_inside_a_mesh_and_compiled_outside(installed, repaired):
+    devices = stand_in.topology_named("v4").devices
+    mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+    with jax.set_mesh(mesh):
+        def fun(x):
+            return jax.shard_map(lambda x: blocked_add(x, x), in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+        lowered = jax.jit(fun).lower(jax.ShapeDtypeStruct((len(devices) * 8192, 4096), jnp.float32,
+                                                          sharding=NamedSharding(mesh, spec)))
+    assert used_by_kernels(lowered.compile()) == [12 * MiB] and choices_taken(repaired()[0]) == [2]
+
+
+def test_a_stateful_flax_module_takes_another_choice_and_keeps_its_state():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.scale, self.calls = nnx.Param(jnp.ones(4096)), nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return blocked_add(x * self.scale[...], x)
+
+    model, x = Model(), jnp.zeros((8192, 4096))
+    with vmem_guard.rehearse("v4", outputs="zeros") as rehearsal:
+        call = nnx.jit(lambda model, x: model(x))
+        for _ in range(2):
+            call(model, x)
+    [judgement] = rehearsal.judgements
+    assert choices_taken(judgement.repair) == [2] and int(model.calls[...]) == 2
 
 
 # ---- the plan file

@@ -16,7 +16,7 @@ PROGRAM = Path(play.__file__)
 SCENES = ("all_repair", "all_give_up", "file_on_the_first_host_only", "file_of_another_host_is_not_used",
           "file_in_the_policy_of_the_first_only", "a_remembered_plan_that_no_longer_helps", "other_guard_version",
           "report_on_one", "report_on_the_first", "other_remedies", "one_without_the_guard", "another_program_on_one",
-          "fits_everywhere")
+          "fits_everywhere", "a_declared_choice", "a_choice_that_only_the_first_remembers")
 
 
 def run(scenes: str, num_processes: int, directory: Path) -> dict[str, list]:
@@ -47,6 +47,7 @@ def directory(tmp_path_factory) -> Path:
     play.learn(folder / "first_only.json", factor=5, limit_bytes=30 << 20)
     play.learn(folder / "wrong.json", factor=6, limit_bytes=17 << 20)
     play.learn(folder / "other1.json", factor=7, limit_bytes=30 << 20)
+    play.learn_choice(folder / "choice.json", factor=31)
     return folder
 
 
@@ -154,3 +155,11 @@ def test_four_processes_agree(tmp_path):
     answers = run("all_repair", 4, tmp_path)["all_repair"]
     assert [answer["compiles"] for answer in answers] == [2] * 4
     assert len(set(limits(answers))) == 1
+
+
+@pytest.mark.parametrize(("scene", "compiles", "remembered"), [
+    ("a_declared_choice", 1, [False, False]), ("a_choice_that_only_the_first_remembers", None, [True, False])])
+def test_all_processes_take_the_same_declared_choice(got, scene, compiles, remembered):
+    assert [[change["choice"] for change in answer["changes"]] for answer in got[scene]] == [[1], [1]]
+    assert compiles is None or {answer["compiles"] for answer in got[scene]} == {compiles}
+    assert [answer["remembered"] for answer in got[scene]] == remembered
