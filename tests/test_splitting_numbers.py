@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from library_kernels import SMALL
-from split_support import floats, integers, refusal, rows_call, same, split, traced
+from split_support import NewAxis, floats, integers, refusal, rows_call, same, split, traced
 
 
 def arguments(case, make):
@@ -74,3 +74,53 @@ def test_rows_stacked_out_of_order_are_not_split():
         o_ref[...] = jnp.stack([x_ref[i, :] for i in range(16)][::-1], axis=0)
 
     assert "`stack` runs along the split dimension" in refusal(rows_call(kernel), [integers(0, 32, 128)], (0, 2))
+
+
+def looked_up(table, x):
+    """Blocks of rows in the order of a table, equal neighbours added up: no grid axis moves along the rows by itself."""
+    def kernel(table_ref, x_ref, o_ref):
+        step = pl.program_id(0)
+
+        @pl.when((step == 0) | (table_ref[step] != table_ref[jnp.maximum(step - 1, 0)]))
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        rows = table_ref[step] * 16 + jax.lax.broadcasted_iota(jnp.int32, (16, 128), 0)
+        o_ref[...] += jnp.where(rows % 3 == 0, x_ref[...], 1)
+
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=(4,), in_specs=[pl.BlockSpec((16, 128), lambda i, table: (i, 0))],
+        out_specs=pl.BlockSpec((16, 128), lambda i, table: (table[i], 0)))
+    return pl.pallas_call(kernel, grid_spec=grid_spec, out_shape=jax.ShapeDtypeStruct((32, 128), x.dtype))(table, x)
+
+
+def prefix_sums(x):
+    """Blocks of rows added up from step to step in scratch."""
+    def kernel(x_ref, o_ref, acc_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        acc_ref[...] += x_ref[...]
+        o_ref[...] = acc_ref[...]
+
+    spec = pl.BlockSpec((16, 128), lambda i: (i, 0))
+    return pl.pallas_call(kernel, grid=(4,), in_specs=[spec], out_specs=spec,
+                          scratch_shapes=[pltpu.VMEM((16, 128), x.dtype)],
+                          out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_rows_that_a_table_orders_are_cut_by_running_the_grid_once_per_part(parts):
+    """A new outermost axis cuts a dimension whose block index is looked up, while the old axis accumulates."""
+    data = jnp.array([1, 1, 0, 0], jnp.int32), integers(0, 64, 128)
+    program = traced(looked_up, *data)
+    assert same(program, split(program, (NewAxis(0, 0), parts)), *data)
+
+
+def test_blocks_that_carry_scratch_along_their_own_axis_are_cut_across_it():
+    """The grid axis cannot be split, for scratch crosses it; the j-th parts of all blocks are a run of their own."""
+    data = integers(0, 64, 128)
+    program = traced(prefix_sums, data)
+    assert "carry values" in refusal(prefix_sums, [data], (0, 2))
+    assert same(program, split(program, (NewAxis(0, 0), 2)), data)

@@ -393,7 +393,8 @@ REFUSED = {
                                      ((1, 2),), "does not divide by 2"),
     "an axis the grid lacks": (body(lambda v: v), ((3, 2),), "the grid has 1 axes"),
     "a block the parts do not divide": (body(lambda v: v), ((0, 3),), "which 3 parts do not divide"),
-    "a new axis along a dimension the grid moves": (body(lambda v: v), ((NewAxis(0, 0), 2),), "moves with the grid"),
+    "a new axis where blocks move over a ragged end": (body(lambda v: v, rows=ROWS + 8), ((NewAxis(0, 0), 2),),
+                                                       "moves with the grid over an array that ends inside a block"),
     "a new axis along a reduced dimension": (body(lambda v: v - jnp.max(v, 1, keepdims=True)), ((NewAxis(0, 1), 2),),
                                              "a read needs it"),
 }

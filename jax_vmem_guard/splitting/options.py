@@ -84,7 +84,7 @@ def splits(site: CallSite, chip: Chip) -> tuple[tuple[SplitOption, ...], tuple[R
     found: list[_Found] = []
     refusals: list[Refusal] = []
     seen: set[tuple[Label, ...]] = set()
-    for axis in _axes(site, operands):
+    for axis in _axes(site, operands, found):
         try:
             ways = _one_axis(site, axis)
         except Refused as refusal:
@@ -102,7 +102,8 @@ def splits(site: CallSite, chip: Chip) -> tuple[tuple[SplitOption, ...], tuple[R
     return tuple(sorted(options, key=lambda o: (not o.proven, o.price, o.after.vmem_bytes))), tuple(refusals)
 
 
-def _axes(site: CallSite, operands: Sequence[Operand]) -> Iterator[Axis]:
+def _axes(site: CallSite, operands: Sequence[Operand], found: Sequence[_Found]) -> Iterator[Axis]:
+    """Grid axes, then new ones along dimensions of outputs that no grid axis `found` so far cuts."""
     yield from range(len(site.grid))
     grid = site.eqn.params["grid_mapping"].grid
     named = {a for a in range(len(grid)) if grid[a] == 1}
@@ -112,7 +113,7 @@ def _axes(site: CallSite, operands: Sequence[Operand]) -> Iterator[Axis]:
             continue
         for dim, size in enumerate(output.shape):
             index = output.index[output.dims[dim]]
-            if size > 1 and index.constant is not None and index.axis not in named:
+            if size > 1 and index.axis not in named and all(one.axis != index.axis or index.axis is None for one in found):
                 yield NewAxis(position, dim)
 
 

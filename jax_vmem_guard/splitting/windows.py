@@ -3,6 +3,8 @@
 For a grid axis a, an operand's dimension can be cut where its block index is the plain grid index a and no other
 dimension of the operand uses a. For an axis with one step (one that a kernel without a grid is given, too) every
 dimension whose block index is a constant can be cut: block e of size B becomes blocks e*k .. e*k+k-1 of size B/k.
+Where that axis is the outermost, the whole grid runs once per part, and the index may be anything, a looked-up one too:
+each run visits the j-th parts of the blocks in the original's order, whatever that is.
 """
 
 from __future__ import annotations
@@ -136,11 +138,14 @@ def labels(operand: Operand, axis: int, grid: Sequence[Any], parts: int, target:
     users = [d for d, index in enumerate(operand.index) if axis in index.uses]
     cuttable = [d for d in cuttable if jp.is_blocked(operand.mapping.block_shape[operand.dims[d]])]
     if single:
-        fixed = [d for d in cuttable if _fixed(operand.index[operand.dims[d]], axis, grid)]
+        outermost = all(size == 1 for size in grid[:axis])
+        fixed = [d for d in cuttable if _fixed(operand.index[operand.dims[d]], axis, grid)
+                 or (outermost and _whole_blocks(operand, operand.dims[d]))]
         if target is not None and target[0] == operand.position:
             if target[1] not in fixed:
                 raise Refused(f"{operand.name} cannot be cut along dimension {target[1]}: its block of "
-                              f"{_size(operand, target[1])} there does not divide by {parts}, or moves with the grid")
+                              f"{_size(operand, target[1])} there does not divide by {parts}, or moves with the grid over "
+                              "an array that ends inside a block")
             return frozenset([target[1]])
         return frozenset([None, *fixed])
     if not users:
@@ -185,6 +190,11 @@ def _why_not(operand: Operand, axis: int, users: list[int], parts: int, vector: 
 def _fixed(index: BlockIndex, axis: int, grid: Sequence[Any]) -> bool:
     """The block never moves along this dimension: a constant, or an axis of one step."""
     return index.constant is not None or (index.axis is not None and grid[index.axis] == 1)
+
+
+def _whole_blocks(operand: Operand, dim: int) -> bool:
+    """The array has no partial block along this dimension: wherever a block moves, all of its parts are in the array."""
+    return operand.mapping.array_aval.shape[dim] % jp.block_size(operand.mapping.block_shape[dim]) == 0
 
 
 def _resident(operand: Operand, dim: int) -> bool:
