@@ -162,6 +162,29 @@ def test_a_new_axis_reaches_what_the_grid_does_not():
     assert same(program, split(program, (NewAxis(0, 1), 4)), X)
 
 
+def test_a_new_axis_cuts_blocks_that_move():
+    """Rows looked up in a table, written at another table's place, with a scratch that adds up over the steps."""
+    def kernel(from_ref, to_ref, x_ref, o_ref, s_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            s_ref[...] = jnp.zeros_like(s_ref)
+
+        s_ref[...] += x_ref[...]
+        o_ref[...] = s_ref[...] + lax.broadcasted_iota(jnp.int32, (16, 64), 0).astype(jnp.float32)
+
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2, grid=(4,), in_specs=[pl.BlockSpec((16, 64), lambda i, f, t: (f[i], 0))],
+        out_specs=pl.BlockSpec((16, 64), lambda i, f, t: (t[i], 0)), scratch_shapes=[pltpu.VMEM((16, 64), jnp.float32)])
+    fun = pl.pallas_call(kernel, grid_spec=grid_spec, out_shape=jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    program = traced(lambda x: fun(jnp.asarray([3, 0, 2, 2], jnp.int32), jnp.asarray([1, 3, 0, 2], jnp.int32), x), X)
+    with pytest.raises(Refused):
+        split(program, (0, 2))
+    changed = split(program, (NewAxis(0, 0), 2))
+    assert call_named(changed).grid == (2, 4) and call_named(changed).blocks == ((8, 64), (8, 64))
+    assert same(program, changed, X)
+    assert same(program, split(program, (NewAxis(0, 0), 2), (NewAxis(0, 1), 4)), X)
+
+
 @pytest.mark.parametrize(("rows", "block", "parts"), [(50, 32, 2), (50, 32, 4), (33, 32, 4), (17, 16, 2), (40, 16, 2)])
 def test_ragged_edges(rows, block, parts):
     """Arrays that end inside a block get no step wholly outside."""

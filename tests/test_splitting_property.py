@@ -17,7 +17,8 @@ def splits(spec):
     rows = spec.axis("a")
     yield from (((rows, k),) for k in (2, 3, 4) if spec.block % k == 0)
     yield from (((axis, 2),) for axis in range(len(spec.grid)) if axis != rows)
-    yield ((NewAxis(0, 0 if spec.target == "still" else 1), 2),)
+    yield ((NewAxis(0, 0), 2),)
+    yield ((NewAxis(0, 1), 2),)
     yield (NewAxis(0, 1), 2), (rows, 2)
 
 
@@ -59,10 +60,10 @@ def search(examples, accepted):
 
 def test_accepted_splits_of_random_kernels_are_right():
     """At least 200 accepted splits of random kernels, none of which changes a bit."""
-    search(examples=140, accepted=200)
+    search(examples=115, accepted=200)
 
 
 @pytest.mark.long
 def test_accepted_splits_of_many_random_kernels_are_right():
     """The long mode: at least 2,000 accepted splits."""
-    search(examples=1500, accepted=2000)
+    search(examples=1200, accepted=2000)

@@ -1,4 +1,4 @@
-"""What can be split: a grid axis, or a dimension of an output that no grid axis moves along.
+"""What can be split: a grid axis, or any dimension of an output.
 
 The second needs an axis first: a new outermost one with a single step, which changes nothing (`program_id` and the
 index maps count one further, and ignore it). Splitting that axis then runs the whole old grid once per part.
