@@ -13,7 +13,7 @@ import jax
 
 from jax_vmem_guard.splitting.errors import Refused
 
-TESTED = ((0, 8, 1), (0, 8, 3), (0, 9, 0), (0, 9, 1), (0, 9, 2), (0, 10, 0), (0, 10, 1), (0, 10, 2), (0, 12, 0))
+TESTED = ((0, 8, 1), (0, 8, 2), (0, 8, 3), (0, 9, 0), (0, 9, 1), (0, 9, 2), (0, 10, 0), (0, 10, 1), (0, 10, 2), (0, 12, 0))
 
 
 def stands_aside() -> str | None:
