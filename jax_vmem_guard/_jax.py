@@ -197,12 +197,14 @@ class Lowering:
     """
 
     def __init__(self, closed_jaxpr: Any, fun_name: str, lower: Callable[..., Any], arguments: tuple[Any, ...],
-                 keywords: dict[str, Any], *, call: Any = None, chosen: dict[str, int] | None = None):
+                 keywords: dict[str, Any], *, settings: Any = None, call: Any = None,
+                 chosen: dict[str, int] | None = None):
         self._closed_jaxpr: Any = closed_jaxpr
         self.fun_name = fun_name
         self._lower = lower
         self._arguments = arguments
         self._keywords = keywords
+        self._settings = settings
         #: How the program was traced (`_jax_trace.call_of`), and with which declared choices where not the first ones.
         self.call, self.chosen = call, dict(chosen or {})
         self._fun = call.fun if call is not None else None
@@ -217,14 +219,20 @@ class Lowering:
             self._closed_jaxpr = weakref.ref(self._closed_jaxpr)
         self._fun = None
 
+    def in_its_settings(self) -> contextlib.AbstractContextManager[Any]:
+        """JAX's settings as they were when the program was lowered: x64, precision, meshes. The compile may come later,
+        elsewhere, or in another thread."""
+        return self._settings.restored() if self._settings is not None else contextlib.nullcontext()
+
     def again(self, closed_jaxpr: Any) -> Any:
         """A new `MeshComputation` of another traced program with the same signature."""
-        return self._lower(closed_jaxpr, *self._arguments, **self._keywords)
+        with self.in_its_settings():
+            return self._lower(closed_jaxpr, *self._arguments, **self._keywords)
 
     def made_again(self, closed_jaxpr: Any, chosen: dict[str, int]) -> Lowering:
         """The lowering of another trace of the same function, with declared choices."""
-        return Lowering(closed_jaxpr, self.fun_name, self._lower, self._arguments, self._keywords, call=self.call,
-                        chosen=chosen)
+        return Lowering(closed_jaxpr, self.fun_name, self._lower, self._arguments, self._keywords,
+                        settings=self._settings, call=self.call, chosen=chosen)
 
 
 def remember_lowering(computation: Any, lowering: Lowering) -> None:
@@ -255,6 +263,8 @@ class Program:
         self._call_options = compiler_options
         self._device_assignment = device_assignment
         self.lowering = remembered_lowering(computation)
+        #: Whether the compiler refused the program as it is; its traced form is then kept for the next time.
+        self.was_refused = False
         self._own_module: Any = None
 
     def detached(self) -> Program:

@@ -119,7 +119,7 @@ class TracedCall:
         static = {i % max(len(args), 1) for i in info.static_argnums}
         self._args = tuple(x if i in static else _abstract(x) for i, x in enumerate(args))
         self._kwargs = {k: x if k in info.static_argnames else _abstract(x) for k, x in kwargs.items()}
-        self._context = _Context()
+        self._context = Settings()
 
     @property
     def fun(self) -> Any | None:
@@ -248,7 +248,7 @@ def prepare_caches() -> None:
     _topology_state()
 
 
-class _Context:
+class Settings:
     """The settings of JAX in force in a thread: options set by `with`, meshes, x64, precision.
 
     Seen in 0.8.1 to 0.12.0: `Config` objects (`get_local`, `swap_local`, `set_local`) in `jax._src.config`, in its
@@ -290,7 +290,7 @@ def _configs() -> list[Any]:
 
     kind: Any = config.State.__mro__[1]
     found = {id(c): c for name, c in [*vars(config).items(), *vars(mesh).items(), *config.config_states.items()]
-             if isinstance(c, kind) and name not in _Context.OWN}
+             if isinstance(c, kind) and name not in Settings.OWN}
     return list(found.values())
 
 

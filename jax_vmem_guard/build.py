@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax_vmem_guard.planner import Variant
 from jax_vmem_guard.policy import Policy
 from jax_vmem_guard.remedies import MODULE_REMEDIES, limit
 from jax_vmem_guard.resplit import Resplitter
+
+logger = logging.getLogger("jax_vmem_guard")
 
 
 class Builder:
@@ -33,8 +36,18 @@ class Builder:
     def proposals(self, remedy: str, kernel: Kernel, need_bytes: int, target_bytes: int) -> tuple[Change, ...]:
         """What one remedy proposes to bring the kernel's need down to `target_bytes`."""
         proposer = MODULE_REMEDIES.get(remedy, self._resplitter)
-        return proposer.propose(kernel, need_bytes=need_bytes, target_bytes=target_bytes, chip=self._chip,
-                                policy=self._policy)
+        try:
+            return proposer.propose(kernel, need_bytes=need_bytes, target_bytes=target_bytes, chip=self._chip,
+                                    policy=self._policy)
+        except Exception:
+            # A fault in one remedy must not take the others along.
+            logger.exception("jax_vmem_guard: the remedy `%s` failed on `%s`; the others are tried", remedy, kernel.name)
+            return ()
+
+    @property
+    def cannot_split(self) -> bool:
+        """Whether the traced program, which splitting rewrites, is not there."""
+        return self._resplitter.without_trace
 
     def alone(self, fingerprint: str, variant: Variant) -> Any:
         """A module with only this kernel, changed, its limit at what the chip can give it.

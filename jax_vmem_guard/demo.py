@@ -109,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     try:
         chip = chip_named(options.chip)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,7 @@ def compile_program(program: _jax.Program, policy: Policy | None, policy_inside:
         return program.compile()
     except Exception as error:
         diagnosis = diagnose(error)
+        program.was_refused = diagnosis is not None
         policy = policy if policy is not None else policy_inside()
         if policy is None or policy.mode == "off" or (diagnosis is None and not refused_by_compiler(error)):
             raise
@@ -70,9 +72,11 @@ def compile_program(program: _jax.Program, policy: Policy | None, policy_inside:
             attempt = counsel.repair(diagnosis)
         if attempt.executable is None:
             counsel.give_up(attempt)
-            error.add_note(_note(program, diagnosis, attempt))
-            if diagnosis.is_kernel is False:
-                error.add_note(_bug_report(program, policy, error, diagnosis))
+            # Nothing that goes wrong with a note may take the place of the compiler's error.
+            with contextlib.suppress(Exception):
+                error.add_note(_note(program, diagnosis, attempt))
+                if diagnosis.is_kernel is False:
+                    error.add_note(_bug_report(program, policy, error, diagnosis))
             raise
     finally:
         if speculation is not None:
@@ -159,7 +163,8 @@ class _Counsel:
     def finish(self, attempt: Attempt) -> Any:
         repair, memory = attempt.repair, self._memory
         assert repair is not None
-        journal.record(repair)
+        self._program.was_refused = True
+        self._safely(lambda: journal.record(repair), None)
         self._program.remember_repaired(self._policy, attempt.executable)
         if memory is not None and not repair.remembered:
             self._safely(lambda: memory.repaired(repair.changes, attempt.used_bytes), None)

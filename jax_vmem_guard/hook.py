@@ -45,6 +45,7 @@ lowering_detours: list[Callable[..., Any]] = []
 
 _lock = ForkSafeLock()
 _seams = _jax.Seams()
+_refusing = False  # every compile raises what was wrong with the environment, until the program installs the guard itself
 _trace_seam = _jax_trace.TraceSeam()
 _installed: Policy | None = None
 _functions_marked = False
@@ -85,9 +86,11 @@ def refuse(error: Exception) -> None:
     def stop(*args: Any, **kwargs: Any) -> Any:
         raise error
 
+    global _refusing
     with _lock:
         _restore()
         _seams.patch(stop, stop)
+        _refusing = True
 
 
 def ensure_seams() -> None:
@@ -143,6 +146,10 @@ def watch_traces() -> None:
 
 
 def _patch() -> None:
+    global _refusing
+    if _refusing:
+        _restore()
+        _refusing = False
     _seams.patch(_on_lower, _on_compile)
     if _traces_watched:
         _trace_seam.patch(_on_trace)
@@ -166,6 +173,7 @@ def seams_active() -> bool:
 def _on_lower(original: Any, closed_jaxpr: Any, api_name: str, fun_name: str, *args: Any, **kwargs: Any) -> Any:
     def lower(closed_jaxpr: Any, api_name: str, fun_name: str, *args: Any, **kwargs: Any) -> Any:
         lowering = _jax.Lowering(closed_jaxpr, fun_name, original, (api_name, fun_name, *args), kwargs,
+                                 settings=_jax_trace.Settings(),
                                  call=_jax_trace.call_of(closed_jaxpr) if _traces_watched else None)
         try:
             computation = original(closed_jaxpr, api_name, fun_name, *args, **kwargs)
@@ -201,7 +209,7 @@ def _on_compile(original: Any, computation: Any, compiler_options: Any, device_a
         program = _jax.Program(computation, original, compiler_options, device_assignment)
         return guard.compile_program(program, _policy_of(lowering), lambda: _policy_inside(lowering))
     finally:
-        if lowering is not None:
+        if lowering is not None and not (program is not None and program.was_refused):
             lowering.loosen()
 
 

@@ -56,12 +56,25 @@ def _marked(fun: Any, policy: Policy) -> Any:
     return _marked_callable(fun, policy)
 
 
+#: Attribute of a function that holds its marked copies, by policy: `jit(f)` in a loop is then traced once, as JAX's is.
+_COPIES = "_jax_vmem_guard_copies"
+
+
 def _marked_function(fun: types.FunctionType, policy: Policy) -> types.FunctionType:
+    copies = fun.__dict__.setdefault(_COPIES, {})
+    if policy not in copies:
+        copies[policy] = _copy(fun, policy)
+    marked: types.FunctionType = copies[policy]
+    return marked
+
+
+def _copy(fun: types.FunctionType, policy: Policy) -> types.FunctionType:
     # The copy shares code, globals and closure cells: it is traced to the same program, with the same source lines.
     copy = types.FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, fun.__closure__)
     functools.update_wrapper(copy, fun)
     copy.__dict__.pop("__wrapped__")  # update_wrapper's own; one that `fun` has comes back with the next line
     copy.__dict__.update(fun.__dict__)
+    copy.__dict__.pop(_COPIES, None)
     copy.__kwdefaults__ = fun.__kwdefaults__
     copy.__name__ = hook.GuardedName(fun.__name__, policy)
     return copy

@@ -6,10 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from jax_vmem_guard.matrix import grouped, plain_text, remarks, rich_table, table
+from jax_vmem_guard.policy import is_off, policy_from_environment
 from jax_vmem_guard.rows import Row, exit_code, summary
 
 NOTHING = ("No TPU kernels were found. If the program picks its kernels by `jax.default_backend()`, it saw a CPU: let it "
@@ -21,7 +23,7 @@ WIDE = 100
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of both commands."""
-    parser.add_argument("--mode", choices=("fix", "report", "off"), default="fix",
+    parser.add_argument("--mode", choices=("fix", "report", "off"), default=None,
                         help="fix (default): judge with the guard's repairs; report or off: judge the program as it is")
     parser.add_argument("--remedies", metavar="LIST", help="remedies that are allowed, separated by commas")
     parser.add_argument("--max-share", type=_share, metavar="SHARE",
@@ -41,8 +43,17 @@ def _share(text: str) -> float:
 
 
 def policy_values(options: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the `Policy` that the options ask for."""
-    values: dict[str, Any] = {"mode": options.mode}
+    """Fields of the `Policy` that the options ask for, and the environment where they do not.
+
+    A plan file is left out: it remembers what happened, not what was tried for a chip that is not here.
+
+    Raises:
+      ValueError: a variable of the environment has a value that is not allowed.
+    """
+    asked = policy_from_environment()
+    values: dict[str, Any] = {field.name: getattr(asked, field.name) for field in fields(asked)}
+    values["plan_file"] = None
+    values["mode"] = options.mode or ("fix" if is_off() else asked.mode)
     if options.remedies:
         values["remedies"] = tuple(word.strip() for word in options.remedies.split(",") if word.strip())
     return values

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from jax_vmem_guard import hook
-from jax_vmem_guard.policy import policy_from_environment
+from jax_vmem_guard.policy import is_off, policy_from_environment
 
 _done = False
 
@@ -26,9 +26,11 @@ def initialize() -> None:
     try:
         policy = policy_from_environment()
     except ValueError as error:
-        # JAX would swallow the error and the program would run unguarded: let the first compile say it.
         logging.getLogger("jax_vmem_guard").error("%s", error)
-        hook.refuse(error)
+        # JAX would swallow the error and the program would run unguarded: let the first compile say it. But who has not
+        # turned the guard on only gets the log line.
+        if not is_off():
+            hook.refuse(error)
         return
     if policy.mode != "off":
         hook.install(policy)

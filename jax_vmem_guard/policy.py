@@ -62,12 +62,20 @@ class Policy:
         for name in ("plan_file", "bug_report_dir"):
             value = getattr(self, name)
             if value is not None:
+                if "\0" in os.fspath(value):
+                    raise ValueError(f"`{name}` is no path: {value!r} holds a null character")
                 object.__setattr__(self, name, os.fspath(value))
 
 
 def _check_choice(field: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"`{field}` does not know {value!r}; allowed: {', '.join(allowed)}")
+
+
+def is_off(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether `JAX_VMEM_GUARD` is unset or turns the guard off."""
+    word = environ.get(ENVIRONMENT_PREFIX, "").strip().lower()
+    return _MODE_WORDS.get(word, word) == "off"
 
 
 def policy_from_environment(environ: Mapping[str, str] = os.environ) -> Policy:

@@ -104,7 +104,7 @@ def _need(program: _jax.Program, module: Any) -> Need:
     except Exception as error:
         diagnosis = diagnose(error)
         if diagnosis is None:
-            return Need(bytes=None, fits=False, problem=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            return Need(bytes=None, fits=False, problem=f"{type(error).__name__}: {str(error).strip()[:200]}")
         return Need(bytes=diagnosis.size_bytes, fits=False)
     # A copy of a colored operand or result uses scoped VMEM too (8 MiB on v5p): what counts is the kernel.
     used = [row.used_bytes for row in used_scoped_vmem(executable) if row.is_kernel]

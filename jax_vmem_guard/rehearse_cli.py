@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("rehearse", help="run a training script on this CPU while it is compiled for a TPU",
                                  description=DESCRIPTION,
                                  usage="jax-vmem-guard rehearse [--topology NAME] [options] (SCRIPT | -m MODULE) [ARGS ...]")
-    parser.add_argument("--topology", default="v5e:2x2", metavar="NAME", help="chip or topology (default v5e:2x2)")
+    parser.add_argument("--topology", action="append", default=[], metavar="NAME", help="chip or topology (default v5e:2x2)")
     parser.add_argument("--outputs", choices=OUTPUTS, default="interpret",
                         help="interpret (default): kernels compute, slowly; zeros: they give zeros at once")
     parser.add_argument("--devices", type=int, metavar="N",
@@ -50,7 +50,11 @@ def run(options: argparse.Namespace) -> int:
     then is not lost.
     """
     try:
-        topology = options.topology if ":" in options.topology else chip_named(options.topology).topology
+        if len(options.topology) > 1:
+            raise ValueError(f"a script is rehearsed for one topology at a time, got {', '.join(options.topology)}; run the "
+                             "command once for each")
+        [wanted] = options.topology or ["v5e:2x2"]
+        topology = wanted if ":" in wanted else chip_named(wanted).topology
         chip = chip_named(topology)
         policy = output.policy_values(options)
         Policy(**policy)

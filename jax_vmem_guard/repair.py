@@ -491,7 +491,13 @@ class _Session:
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
+    def _note_missing_trace(self) -> None:
+        if "split" in self.policy.remedies and self.builder.cannot_split:
+            self.tried.append("no split: the program was traced before the guard was there, or its trace is gone; "
+                              "`jax.clear_caches()` and another compile let the guard see it")
+
     def _note_stuck(self, fingerprint: str, step: Stuck) -> None:
+        self._note_missing_trace()
         kernel = self.kernels[fingerprint]
         need = "" if step.need_bytes is None else f"; the least need seen is {step.need_bytes / MiB:.2f} MiB"
         why = (f"{step.reason}{need}; the limit is {self.limits[fingerprint] / MiB:.2f} MiB, the chip has "

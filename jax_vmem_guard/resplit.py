@@ -6,6 +6,7 @@ gives the same kernel.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -46,11 +47,21 @@ class Resplitter:
             return sites
         for site in splitting.find_pallas_calls(closed_jaxpr):
             try:
-                [kernel] = read_kernels(self._lower(site.eqn))
+                with self._settings():
+                    [kernel] = read_kernels(self._lower(site.eqn))
             except Exception:  # an equation that cannot stand alone, by whatever error of JAX's, is not split
                 continue
             sites.setdefault(kernel.fingerprint, []).append(site)
         return sites
+
+    def _settings(self) -> contextlib.AbstractContextManager[Any]:
+        lowering = self._program.lowering
+        return lowering.in_its_settings() if lowering is not None else contextlib.nullcontext()
+
+    @property
+    def without_trace(self) -> bool:
+        """Whether the traced program is not there: it was lowered before the guard was, or its function is gone."""
+        return self._program.lowering is None or self._program.lowering.closed_jaxpr is None
 
     def _lower(self, equation: Any) -> Any:
         return _jax.lower_equation(equation, self._program.devices[0])
@@ -80,7 +91,8 @@ class Resplitter:
         from jax_vmem_guard.remedies import splitting
 
         if fingerprint not in self._known_options:
-            self._known_options[fingerprint], _ = splitting.splits(self._sites[fingerprint][0], chip)
+            with self._settings():
+                self._known_options[fingerprint], _ = splitting.splits(self._sites[fingerprint][0], chip)
         return self._known_options[fingerprint]
 
     def lowered_alone(self, fingerprint: str, change: Change) -> Any:
@@ -88,7 +100,8 @@ class Resplitter:
         from jax_vmem_guard.remedies import splitting
         from jax_vmem_guard.splitting.program import split_call
 
-        return self._lower(split_call(self._sites[fingerprint][0], splitting.from_data(change.data)))
+        with self._settings():
+            return self._lower(split_call(self._sites[fingerprint][0], splitting.from_data(change.data)))
 
     def lowered_again(self, changes: Mapping[str, Change]) -> tuple[Any, dict[str, str]]:
         """The program's module with kernels split, and the fingerprint each split kernel had before."""
@@ -97,7 +110,8 @@ class Resplitter:
         assert self._program.lowering is not None
         wanted = {site.path: splitting.from_data(change.data)
                   for fingerprint, change in changes.items() for site in self._sites[fingerprint]}
-        rewritten = splitting.apply_splits(self._program.lowering.closed_jaxpr, wanted)
+        with self._settings():
+            rewritten = splitting.apply_splits(self._program.lowering.closed_jaxpr, wanted)
         before = {}
         for fingerprint, change in changes.items():
             [kernel] = read_kernels(self.lowered_alone(fingerprint, change))

@@ -122,3 +122,22 @@ def test_a_lowering_does_not_keep_the_traced_program_alive():
     jax.clear_caches()
     gc.collect()
     assert program() is None
+
+
+def test_the_programs_own_install_ends_what_a_wrong_environment_began():
+    hook.refuse(ValueError("JAX_VMEM_GUARD='fixx' is not a mode"))
+    with pytest.raises(ValueError, match="fixx"):
+        jax.jit(lambda x: x + 1)(1)
+    vmem_guard.install()
+    assert jax.jit(lambda x: x + 1)(1) == 2
+
+
+def test_a_wrong_field_with_the_guard_off_is_a_log_line_and_no_more(monkeypatch, caplog):
+    from jax_vmem_guard import plugin
+
+    monkeypatch.setattr(plugin, "_done", False)
+    monkeypatch.setenv("JAX_VMEM_GUARD_NO_SUCH_FIELD", "1")
+    monkeypatch.delenv("JAX_VMEM_GUARD", raising=False)
+    plugin.initialize()
+    assert "JAX_VMEM_GUARD_NO_SUCH_FIELD" in caplog.text
+    assert jax.jit(lambda x: x + 2)(1) == 3

@@ -159,3 +159,17 @@ def test_marked_names_travel_to_other_processes_as_plain_names():
 
     name = hook.GuardedName("step", vmem_guard.Policy())
     assert type(pickle.loads(pickle.dumps(name))) is str
+
+
+def test_jit_of_the_same_function_again_is_not_traced_again():
+    traces = []
+
+    def f(x):
+        traces.append(x)
+        return x + 1
+
+    for _ in range(3):
+        vmem_guard.jit(f)(1.0)
+    assert len(traces) == 1
+    vmem_guard.jit(f, policy=vmem_guard.Policy(mode="report"))(1.0)
+    assert len(traces) == 2, "another policy is another program"

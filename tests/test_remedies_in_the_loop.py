@@ -121,3 +121,72 @@ def test_flash_attention_and_its_gradient_compile_on_v4():
     compiled, made = repair(flash_gradient, [array(1, 2, 4096, 128, dtype=jnp.bfloat16)] * 3, "v4", Policy().remedies)
     assert len(made.changes) == 3 and {change.remedy for change in made.changes} == {"split"}
     assert max(used_by_kernels(compiled)) <= 16 * MiB
+
+
+SPLIT = Policy(remedies=("split",))
+
+
+def add_kernel(x_ref, y_ref, o_ref):
+    o_ref[...] = x_ref[...] + y_ref[...]
+
+
+def test_a_program_is_lowered_again_under_the_settings_it_was_lowered_under():
+    """Lowered under x64, compiled outside of it: what is around the split kernel stays 64 bits wide."""
+    def fun(x, y):
+        # The index map is in 32 bits whatever the settings: Mosaic takes nothing else.
+        block = pl.BlockSpec((512, 4096), lambda i: (i, jnp.int32(0)))
+        total = pl.pallas_call(add_kernel, grid=(16,), in_specs=[block, block], out_specs=block,
+                               out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, y)
+        return total, jnp.argmax(x[:8], axis=1)
+
+    done = len(vmem_guard.repairs())
+    with jax.enable_x64(True):
+        lowered = lower_with(vmem_guard.jit(fun, policy=SPLIT), array(8192, 4096), array(8192, 4096))
+    compiled = lowered.compile()
+    assert [change.remedy for change in vmem_guard.repairs()[done].changes] == ["split"]
+    assert compiled.out_info[1].dtype == jnp.int64
+
+
+def test_what_cannot_be_split_under_x64_is_a_refusal_and_no_fault():
+    """JAX writes 64-bit index maps for kernels without a grid there; the rebuild check does not take them for equal."""
+    with jax.enable_x64(True), pytest.raises(jax.errors.JaxRuntimeError) as error:
+        lower_with(vmem_guard.jit(lambda x: copy_whole(x) + 1, policy=SPLIT), array(8192, 1024), chip="v4").compile()
+    assert "does not fit v4" in "\n".join(error.value.__notes__)
+    assert "the guard itself failed" not in "\n".join(error.value.__notes__)
+
+
+def test_a_lowering_that_was_split_can_be_compiled_again_with_other_options():
+    import gc
+
+    options = {"xla_tpu_enable_latency_hiding_scheduler": "true"}
+    lowered = lower_with(vmem_guard.jit(lambda x: add(x, x, block=512), policy=SPLIT), array(8192, 4096))
+    lowered.compile(compiler_options=options)
+    gc.collect()
+    lowered.compile(compiler_options=options)
+    lowered.compile()
+
+
+def test_a_fault_in_one_remedy_does_not_take_the_others_along(monkeypatch, caplog):
+    from jax_vmem_guard.remedies import buffering
+
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("a fault of the remedy")
+
+    monkeypatch.setattr(buffering, "propose", broken)
+    fun, arguments = cases.rms_norm(256)
+    _, made = repair(lambda x, w: fun(x, w) * 2, arguments, "v4", Policy().remedies)
+    assert [change.remedy for change in made.changes] == ["split"] and "a fault of the remedy" in caplog.text
+
+
+def test_a_program_that_was_traced_before_the_guard_says_how_to_get_a_split():
+    vmem_guard.uninstall()
+    jitted = jax.jit(lambda x: add(x, x, block=1024))
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        lower_with(jitted, array(8192, 4096), chip="v4").compile()
+    vmem_guard.install(SPLIT)
+    try:
+        with pytest.raises(jax.errors.JaxRuntimeError) as error:
+            lower_with(jitted, array(8192, 4096), chip="v4").compile()
+    finally:
+        vmem_guard.uninstall()
+    assert "jax.clear_caches()" in "\n".join(error.value.__notes__)

@@ -217,6 +217,8 @@ def _block(split: ProvenSplit, operand: Operand, label: Label, aval: Any, grid_m
         fine = args[axis]
         coarse = lax.div(fine, np.int32(parts))
         out = jp.eval_jaxpr(mapping.index_map_jaxpr, [*args[:axis], coarse, *args[axis + 1:]])
+        # Under x64 JAX writes int64 constants into index maps of kernels without a grid; Mosaic takes int32 only.
+        out = [np.int32(i) if isinstance(i, (int, np.integer, np.ndarray)) else i for i in out]
         if follows and where is not None:
             plain = operand.index[where].axis == axis or operand.index[where].constant == 0
             block = lax.mul(out[where], np.int32(parts))
