@@ -12,12 +12,14 @@ from jax_vmem_guard.chips import KiB
 
 OPTION = "xla_tpu_scoped_vmem_limit_kib"
 
-#: what fails -> (program, arguments, limit in KiB). XLA makes a gather into a loop of dynamic-update-slice.
+#: what fails -> (program, arguments, limit in KiB). XLA makes some gathers into a loop of dynamic-update-slice.
 PROGRAMS = {
     "fusion": (lambda x: jnp.sin(x) @ x, (array(512, 512),), 16),
     "copy": (lambda x: x.T, (array(512, 512),), 32),
     "sort": (lambda x: jnp.sort(x, axis=1), (array(8, 256),), 4),
     "dynamic-update-slice": (lambda x, i: x[i], (array(4096, 128), array(256, dtype=jnp.int32)), 16),
+    "gather_fusion": (lambda x, i: jnp.take(x, i, axis=0, mode="clip"),
+                      (array(4096, 256, dtype=jnp.bfloat16), array(256, dtype=jnp.int32)), 64),
     "rev": (lambda x: x[::-1], (array(256, 512),), 16),
 }
 
