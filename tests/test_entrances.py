@@ -134,3 +134,27 @@ def test_jaxs_own_attention_kernels_compile_within_ten_percent_of_their_need(cas
     assert json.loads(repair.to_json())["chip"] == chip
     assert str(repair).count("to keep:") == len(repair.changes)
     assert largest > 16 * MiB
+
+
+LIBRARY_SCRIPT = """
+import sys
+import jax
+from jax_vmem_guard import demo
+from jax_vmem_guard.chips import chip_named
+
+case = next(case for case in demo.CASES if case.name == sys.argv[1])
+demo.lowered_for(chip_named(sys.argv[2]).topology, case.build, jax.jit).compile()
+print("compiled")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("case", demo.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("command", [(), ("-m", "jax_vmem_guard", "run")], ids=["environment", "run"])
+def test_jaxs_own_attention_kernels_compile_in_an_unmodified_script(command, case, chip, tmp_path):
+    script = tmp_path / "attention.py"
+    script.write_text(LIBRARY_SCRIPT)
+    result = python(*command, str(script), case.name, chip, JAX_VMEM_GUARD="" if command else "fix")
+    assert result.stdout == "compiled\n", result.stderr
+    assert "to keep:" in result.stderr
