@@ -74,6 +74,11 @@ def load(target: str, topology: Topology) -> Iterator[Target]:
     function = _function(place, name)
     wanted = inspect.signature(function).parameters
     known = {"topology": topology.name, "devices": topology.devices}
+    missing = [p.name for p in wanted.values() if p.name not in known and p.default is p.empty
+               and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if missing:
+        raise TargetError(f"`{name}` takes {', '.join(missing)}; a TARGET is called without arguments (but `topology` and "
+                          f"`devices`, if it has them) and must return {RETURNS}")
     result = function(**{key: value for key, value in known.items() if key in wanted})
     yield from _programs(result, name)
 
