@@ -9,7 +9,7 @@ from jax_vmem_guard.chips import Chip, chip_for_device_kind
 from jax_vmem_guard.kernels import Kernel, read_kernels
 from jax_vmem_guard.learned import LEARNED
 from jax_vmem_guard.policy import Policy
-from jax_vmem_guard.quick_bound import fits_for_sure
+from jax_vmem_guard.quick_bound import far_below
 
 
 def outlook(program: _jax.Program, policy: Policy) -> str:
@@ -25,7 +25,7 @@ def outlook(program: _jax.Program, policy: Policy) -> str:
     default = flag if flag is not None else chip.default_limit_bytes
     traced = program.lowering.closed_jaxpr if program.lowering is not None else None
     only_sure = policy.ahead == "certain" and not policy.speculate
-    if only_sure and traced is not None and fits_for_sure(traced, min(default, chip.capacity_bytes)):
+    if only_sure and traced is not None and far_below(traced, min(default, chip.capacity_bytes)):
         return "open"
     if not custom_call.custom_calls(program.module):
         return "open"

@@ -15,11 +15,11 @@ from jax_vmem_guard import _jax
 from jax_vmem_guard import _jax_pallas as jp
 
 
-def fits_for_sure(closed_jaxpr: Any, limit_bytes: int) -> bool:
-    """Whether windows and scratch of every kernel are within the limit, and within the one it sets itself.
+def far_below(closed_jaxpr: Any, limit_bytes: int) -> bool:
+    """Whether windows and scratch of every kernel are within half of the limit, or of the one it sets itself.
 
-    False where that is not certain, also for kernels that are no `pallas_call`. What a body allocates or spills beyond
-    that is not counted: this decides only whether to look closer before the first compile.
+    False where that is not certain, also for kernels that are no `pallas_call`. The other half is for what a body
+    allocates or spills, which is not counted: this decides only whether to look closer before the first compile.
     """
     return _fits(jp.open_jaxpr(closed_jaxpr)[0], limit_bytes)
 
@@ -27,7 +27,7 @@ def fits_for_sure(closed_jaxpr: Any, limit_bytes: int) -> bool:
 def _fits(jaxpr: Any, limit: int) -> bool:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
-            if _bound(eqn) > min(limit, _own_limit(eqn) or limit):
+            if 2 * _bound(eqn) > min(limit, _own_limit(eqn) or limit):
                 return False
         elif eqn.primitive.name == "mpmd_map" or not all(
                 _fits(jp.open_jaxpr(inner)[0], limit) for inner in _jax.subjaxprs(eqn.params)):
